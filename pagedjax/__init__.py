@@ -1,0 +1,1 @@
+"""pagedjax: an LLM inference engine in JAX with a paged KV cache, for TPU, GPU and CPU."""

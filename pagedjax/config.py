@@ -1,0 +1,165 @@
+"""Every number that shapes the engine, as frozen dataclasses that are validated once."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagedjax.errors import check
+
+Dtype = Literal["float32", "bfloat16"]
+LayerKind = Literal["full", "window"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. The scalings are those of Hugging Face's `rope_scaling` (see device/layers.py for the formulas)."""
+
+    theta: float = 10_000.0
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_max_positions: int = 0  # llama3, yarn: the context the model was first trained for
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+
+    def __post_init__(self):
+        check(self.theta > 0, f"rope theta must be positive; got {self.theta}")
+        check(self.factor >= 1, f"rope scaling factor must be at least 1; got {self.factor}")
+        if self.scaling in ("llama3", "yarn"):
+            check(
+                self.original_max_positions > 0,
+                f"rope scaling {self.scaling} needs original_max_position_embeddings; got {self.original_max_positions}",
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model: what its file says, nothing about how it is run.
+
+    `layer_pattern` is the repeating unit of layer kinds: ("full",) for a uniform model, five "window" and one "full" for
+    Gemma 3. Layer i is of kind layer_pattern[i % len(layer_pattern)].
+    """
+
+    architecture: str  # a module of pagedjax.models
+    vocab_size: int  # V
+    model_width: int  # M
+    num_layers: int  # L
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_width: int  # D
+    ffn_width: int  # F
+    max_positions: int
+    norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = None  # of window layers; None: the same as `rope`
+    layer_pattern: tuple[LayerKind, ...] = ("full",)
+    window: int | None = None  # tokens a window layer sees, the current one included
+    attention_bias: bool = False  # on q, k and v
+    attention_scale: float | None = None  # multiplies the scores; None: 1/sqrt(D)
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    tied_embeddings: bool = False
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "model_width", "num_layers", "num_heads", "num_kv_heads", "head_width", "ffn_width", "max_positions")
+        for name in sizes:
+            value = getattr(self, name)
+            check(isinstance(value, int) and value > 0, f"model {name} must be a positive integer; got {value!r}")
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads must be a multiple of num_kv_heads; got {self.num_heads} and {self.num_kv_heads}",
+        )
+        check(self.head_width % 2 == 0, f"head_width must be even (rotary pairs); got {self.head_width}")
+        check(len(self.layer_pattern) > 0, "layer_pattern must name at least one layer kind; got ()")
+        if "window" in self.layer_pattern:
+            check(self.window is not None and self.window > 0, f"window layers need a positive window; got {self.window}")
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each of the L layers."""
+        unit = self.layer_pattern
+        return tuple(unit[i % len(unit)] for i in range(self.num_layers))
+
+    @property
+    def score_scale(self) -> float:
+        return 1 / math.sqrt(self.head_width) if self.attention_scale is None else self.attention_scale
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache. Zero means: decided at start from the device and printed."""
+
+    block_size: int = 0  # P, tokens in a block; 0: 64 on CPU and GPU, 128 on TPU
+    kv_memory: int = 0  # bytes of the pool; 0: what the device has left (on CPU at most 4 GiB)
+    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as the weights
+
+    def __post_init__(self):
+        p = self.block_size
+        check(p >= 0 and p & (p - 1) == 0, f"block_size must be a power of two (or 0: chosen by device); got {p}")
+        check(self.kv_memory >= 0, f"kv_memory must be a number of bytes (or 0: chosen by device); got {self.kv_memory}")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """What one step may hold, and how far the host runs ahead of the device."""
+
+    max_model_len: int = 0  # longest prompt plus output, tokens; 0: the model's own limit, at most 4096 on CPU
+    max_num_seqs: int = 0  # R, lanes; 0: 32 on CPU, 256 elsewhere
+    max_num_batched_tokens: int = 0  # the token budget of a step; 0: 512 on CPU, 2048 elsewhere
+    max_queued: int = 4096  # requests that may wait; more are refused
+    async_steps: int = 1  # steps dispatched before the oldest one is committed; 0: wait for each
+    decode_steps: int = 0  # most decode steps in one dispatch; 0: 1 on CPU, 8 elsewhere
+
+    def __post_init__(self):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "decode_steps"):
+            check(getattr(self, name) >= 0, f"{name} must not be negative; got {getattr(self, name)}")
+        check(self.max_queued >= 1, f"max_queued must be at least 1; got {self.max_queued}")
+        check(self.async_steps in (0, 1), f"async_steps must be 0 or 1; got {self.async_steps}")
+        rows, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        check(
+            not (rows and tokens) or tokens >= rows,
+            f"max_num_batched_tokens must be at least max_num_seqs (a decode never skips a step); got {tokens} and {rows}",
+        )
+
+
+@dataclass(frozen=True)
+class BucketConfig:
+    """The shapes that are compiled at start. Empty means: chosen in buckets.py from the schedule and the device."""
+
+    decode_rows: tuple[int, ...] = ()  # rows of the decode buckets
+    prefill_tokens: tuple[int, ...] = ()  # tokens of the buckets that hold prefill
+
+    def __post_init__(self):
+        for name in ("decode_rows", "prefill_tokens"):
+            sizes = getattr(self, name)
+            check(
+                all(size > 0 for size in sizes) and tuple(sorted(set(sizes))) == sizes,
+                f"{name} must be positive and ascending; got {sizes}",
+            )
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """Devices along each mesh axis."""
+
+    model: int = 1  # tensor parallel
+
+    def __post_init__(self):
+        check(self.model >= 1, f"the model axis needs at least one device; got {self.model}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All of it. `LLM`, the command line and the server build one of these."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: as in the file on TPU and GPU, float32 on CPU
+    seed: int = 0  # seeds of requests that bring none are drawn from it
+    compile_cache: str = "~/.cache/pagedjax"  # folder of the persistent compilation cache; "" for none
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    buckets: BucketConfig = field(default_factory=BucketConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)

@@ -1,0 +1,1 @@
+"""Device side: pure functions of arrays."""

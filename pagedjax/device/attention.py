@@ -1,0 +1,57 @@
+"""Writes a layer's new K and V into the pool and attends, wrapped in shard_map where kv heads are sharded."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import kv_write, paged_attention, paged_decode
+
+
+@struct.dataclass
+class Rows:
+    """Where the tokens of a pass stand in the cache. Made once a pass, read by every layer."""
+
+    slots: jax.Array  # i32[T]: block * P + place in the block; padding: 0
+    positions: jax.Array  # i32[T]
+    query_start: jax.Array  # i32[S+1]
+    num_decode: jax.Array  # i32[1]
+    context_lens: jax.Array  # i32[S]
+    block_tables: jax.Array  # i32[S, B]
+    mesh: Mesh = struct.field(pytree_node=False)
+
+
+def attend(
+    q: jax.Array,  # f32[T, H, D]
+    k: jax.Array,  # f32[T, K, D]
+    v: jax.Array,  # f32[T, K, D]
+    kv: jax.Array,  # [J, N, 2, K, P, D']
+    layer: jax.Array | int,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(f32[T, H, D], the pool with this layer's new tokens). The write comes first: rows of one step may read each other."""
+    num_rows = rows.context_lens.shape[0]
+
+    def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode):
+        kv = kv_write(kv, k, v, layer, slots, num_rows=num_rows)
+        q = q.astype(kv.dtype)
+        if q.shape[0] == num_rows:  # a decode bucket
+            out = paged_decode(q, kv, layer, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap)
+        else:
+            out = paged_attention(
+                q, kv, layer, block_tables, context_lens, query_start, num_decode, scale=scale, window=window, soft_cap=soft_cap
+            )
+        return out.astype(jnp.float32), kv
+
+    if rows.mesh.size > 1:
+        head, pool = P(None, "model", None), P(None, None, None, "model", None, None)
+        local = jax.shard_map(
+            local, mesh=rows.mesh, in_specs=(head, head, head, pool, *[P()] * 6), out_specs=(head, pool), check_vma=False
+        )
+    layer = jnp.asarray(layer, jnp.int32)
+    return local(q, k, v, kv, layer, rows.slots, rows.block_tables, rows.context_lens, rows.query_start, rows.num_decode)

@@ -1,0 +1,167 @@
+"""The parts that models are made of, as pure functions. Activations are float32; a dot takes its operands in the dtype of the
+weight and accumulates in float32. Weights are [out, in]."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.config import LayerKind, ModelConfig, RopeConfig
+from pagedjax.device.params import ParamSpec, Stacked
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x f32[T, in], weight [out..., in] -> f32[T, out...]."""
+    out = weight.shape[:-1]
+    flat = weight.reshape(math.prod(out), weight.shape[-1])
+    y = jax.lax.dot_general(x.astype(weight.dtype), flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    y = y.reshape(x.shape[0], *out)
+    return y if bias is None else y + bias
+
+
+def join_heads(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x f32[T, H, D], weight [M, H, D] -> f32[T, M]."""
+    return linear(x.reshape(x.shape[0], -1), weight.reshape(weight.shape[0], -1))
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis. Weights hold the whole factor (Gemma's 1 + w is added at load)."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def rope_frequencies(cfg: RopeConfig, head_width: int) -> tuple[np.ndarray, float]:
+    """(inverse wavelengths f32[D/2] in radians per position, factor on cos and sin).
+
+    linear: position / factor. llama3: wavelengths longer than original / low_freq_factor are divided by factor, shorter than
+    original / high_freq_factor kept, between them interpolated. yarn (Peng et al. 2023, arXiv 2309.00071): a ramp over the
+    pair index between the dimensions that turn beta_fast and beta_slow times within the original context.
+    """
+    half = np.arange(0, head_width, 2, dtype=np.float64) / head_width
+    freq = cfg.theta**-half
+    if cfg.scaling == "linear":
+        freq = freq / cfg.factor
+    elif cfg.scaling == "llama3":
+        turns = cfg.original_max_positions * freq / (2 * np.pi)
+        blend = np.clip((turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor), 0, 1)
+        freq = freq * (blend + (1 - blend) / cfg.factor)
+    elif cfg.scaling == "yarn":
+
+        def pair_of(turns: float) -> float:
+            return head_width * math.log(cfg.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(cfg.theta))
+
+        low = max(math.floor(pair_of(cfg.beta_fast)), 0)
+        high = min(math.ceil(pair_of(cfg.beta_slow)), head_width - 1)
+        ramp = np.clip((np.arange(head_width // 2) - low) / max(high - low, 0.001), 0, 1)
+        freq = freq * (1 - ramp) + freq / cfg.factor * ramp
+    return freq.astype(np.float32), cfg.attention_factor
+
+
+def rope_tables(positions: jax.Array, cfg: RopeConfig, head_width: int) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, f32[T, D/2]."""
+    freq, factor = rope_frequencies(cfg, head_width)
+    angle = positions.astype(jnp.float32)[:, None] * freq
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x f32[T, heads, D], rotated in pairs (i, i + D/2)."""
+    a, b = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def activate(x: jax.Array, kind: str) -> jax.Array:
+    return jax.nn.silu(x) if kind == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+def gated_mlp(x: jax.Array, w: dict[str, jax.Array], cfg: ModelConfig) -> jax.Array:
+    """down(activation(gate(x)) * up(x)), f32[T, M]."""
+    return linear(activate(linear(x, w["gate"]), cfg.activation) * linear(x, w["up"]), w["down"])
+
+
+def embed(tokens: jax.Array, table: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """i32[T] -> f32[T, M]."""
+    return table[tokens].astype(jnp.float32) * cfg.embedding_scale
+
+
+def unembed(hidden: jax.Array, table: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """f32[S, M] -> logits f32[S, V]; columns that only pad the vocabulary are -inf."""
+    scores = linear(hidden, table)
+    if cfg.logit_soft_cap is not None:
+        scores = jnp.tanh(scores / cfg.logit_soft_cap) * cfg.logit_soft_cap
+    if table.shape[0] > cfg.vocab_size:
+        scores = jnp.where(jnp.arange(table.shape[0]) < cfg.vocab_size, scores, -jnp.inf)
+    return scores
+
+
+def attention_specs(cfg: ModelConfig, dtype: str) -> dict[str, ParamSpec]:
+    """q, k, v, o and, where the model has them, the biases of the first three."""
+    heads, kv, width, model = cfg.num_heads, cfg.num_kv_heads, cfg.head_width, cfg.model_width
+    specs = {
+        "q": ParamSpec((heads, width, model), dtype, ("heads", "head_width", "embed")),
+        "k": ParamSpec((kv, width, model), dtype, ("kv_heads", "head_width", "embed")),
+        "v": ParamSpec((kv, width, model), dtype, ("kv_heads", "head_width", "embed")),
+        "o": ParamSpec((model, heads, width), dtype, ("embed", "heads", "head_width")),
+    }
+    if cfg.attention_bias:
+        specs["q_bias"] = ParamSpec((heads, width), "float32", ("heads", "head_width"), init="zeros")
+        specs["k_bias"] = ParamSpec((kv, width), "float32", ("kv_heads", "head_width"), init="zeros")
+        specs["v_bias"] = ParamSpec((kv, width), "float32", ("kv_heads", "head_width"), init="zeros")
+    return specs
+
+
+def mlp_specs(cfg: ModelConfig, dtype: str) -> dict[str, ParamSpec]:
+    return {
+        "gate": ParamSpec((cfg.ffn_width, cfg.model_width), dtype, ("ffn", "embed")),
+        "up": ParamSpec((cfg.ffn_width, cfg.model_width), dtype, ("ffn", "embed")),
+        "down": ParamSpec((cfg.model_width, cfg.ffn_width), dtype, ("embed", "ffn")),
+    }
+
+
+def norm_spec(width: int, axis: str = "embed") -> ParamSpec:
+    return ParamSpec((width,), "float32", (axis,), init="ones")  # pyright: ignore[reportArgumentType]
+
+
+def decoder_specs(cfg: ModelConfig, dtype: str, vocab: int, layer: dict[str, ParamSpec]) -> dict[str, Any]:
+    """The tree around the layers: embedding, final norm, and a head where it is not tied. `vocab` counts padding rows."""
+    specs: dict[str, Any] = {
+        "embed": ParamSpec((vocab, cfg.model_width), dtype, ("vocab", "embed")),
+        "layers": [dict(layer) for _ in range(cfg.num_layers)],
+        "final_norm": norm_spec(cfg.model_width),
+    }
+    if not cfg.tied_embeddings:
+        specs["head"] = ParamSpec((vocab, cfg.model_width), dtype, ("vocab", "embed"))
+    return specs
+
+
+Carry = Any
+LayerFn = Callable[[Carry, dict[str, jax.Array], jax.Array | int, LayerKind], Carry]
+
+
+def fold_layers(layer_fn: LayerFn, carry: Carry, layers: list[dict[str, jax.Array]] | Stacked, cfg: ModelConfig) -> Carry:
+    """carry = layer_fn(carry, weights, layer index, kind) for every layer in order.
+
+    The type of `layers` chooses the loop: a list is unrolled; `Stacked` runs a scan with one repeating unit per iteration.
+    """
+    kinds = cfg.layer_pattern
+    if not isinstance(layers, Stacked):
+        for i, weights in enumerate(layers):
+            carry = layer_fn(carry, weights, i, cfg.layer_kinds[i])
+        return carry
+    size = len(kinds)
+    units = (cfg.num_layers // size) if layers.unit else 0
+
+    def one_unit(carry: Carry, xs: tuple[Any, jax.Array]) -> tuple[Carry, None]:
+        unit, i = xs
+        for u in range(size):
+            carry = layer_fn(carry, unit[u], i * size + u, kinds[u])
+        return carry, None
+
+    if units:
+        carry, _ = jax.lax.scan(one_unit, carry, (layers.unit, jnp.arange(units, dtype=jnp.int32)))
+    for r, weights in enumerate(layers.rest):
+        carry = layer_fn(carry, weights, units * size + r, kinds[r])
+    return carry

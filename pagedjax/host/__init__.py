@@ -1,0 +1,1 @@
+"""Host side: requests, blocks, schedule. Plain Python and NumPy; never imports jax."""

@@ -1,0 +1,115 @@
+"""What a user asks for and what the engine answers: plain values, no behaviour beyond their own checks."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagedjax.errors import check
+from pagedjax.limits import NUM_BAD_WORDS, NUM_BIASES, NUM_LOGPROBS, NUM_STOP_IDS
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. Names and meanings are those of vLLM's offline API.
+
+    Logprobs are of the raw model distribution: before temperature, penalties, biases and filters.
+    """
+
+    n: int = 1  # independent samples
+    max_tokens: int | None = 16  # None: up to the longest the engine allows
+    min_tokens: int = 0  # stop ids are not sampled before this many tokens
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None  # None: drawn from the engine's generator
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()  # turned into token ids where the tokenizer is
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None  # best tokens to report at each position, beside the sampled one
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        for name in ("allowed_token_ids", "bad_words", "stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = (value,)
+            object.__setattr__(self, name, None if value is None else tuple(value))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        check(1 <= self.n <= 128, f"n must be between 1 and 128; got {self.n}")
+        check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1; got {self.max_tokens}")
+        check(self.min_tokens >= 0, f"min_tokens must not be negative; got {self.min_tokens}")
+        check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens must be at most max_tokens; got {self.min_tokens} and {self.max_tokens}",
+        )
+        check(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, and finite; got {self.temperature}")
+        check(self.top_k >= 0, f"top_k must be positive, or 0 or -1 for off; got {self.top_k}")
+        check(0 < self.top_p <= 1, f"top_p must be in (0, 1]; got {self.top_p}")
+        check(0 <= self.min_p <= 1, f"min_p must be in [0, 1]; got {self.min_p}")
+        check(0 < self.typical_p <= 1, f"typical_p must be in (0, 1]; got {self.typical_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2]; got {getattr(self, name)}")
+        check(0 < self.repetition_penalty < float("inf"), f"repetition_penalty must be positive; got {self.repetition_penalty}")
+        check(self.seed is None or 0 <= self.seed < 2**64, f"seed must be in [0, 2^64); got {self.seed}")
+        check(len(self.logit_bias) <= NUM_BIASES, f"logit_bias may hold {NUM_BIASES} tokens; got {len(self.logit_bias)}")
+        check(
+            all(abs(v) <= 100 for v in self.logit_bias.values()),
+            f"logit_bias values must be in [-100, 100]; got {sorted(self.logit_bias.values())[:1] + sorted(self.logit_bias.values())[-1:]}",
+        )
+        check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty; got ()")
+        check(len(self.bad_words) <= NUM_BAD_WORDS, f"bad_words may hold {NUM_BAD_WORDS} entries; got {len(self.bad_words)}")
+        check(all(self.bad_words), "bad_words must not hold an empty string")
+        check(all(self.stop), "stop must not hold an empty string")
+        check(len(self.stop) <= 16, f"stop may hold 16 strings; got {len(self.stop)}")
+        check(len(self.stop_token_ids) <= NUM_STOP_IDS, f"stop_token_ids may hold {NUM_STOP_IDS} ids; got {len(self.stop_token_ids)}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(value is None or 0 <= value <= NUM_LOGPROBS, f"{name} must be between 0 and {NUM_LOGPROBS}; got {value}")
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of one position: the token that stands there, and the best tokens. Raw model distribution."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the most likely
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one sequence. `recomputed`: computed again after a preemption. `cached`: found in the prefix cache."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+    recomputed: int = 0
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """New tokens of one sequence, in order, and why it ended if it did. `prompt_logprobs` come once, with the first tokens:
+    one entry for each prompt token but the first."""
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None = None
+    prompt_logprobs: tuple[Logprobs, ...] | None = None
+    finish: FinishReason | None = None
+    stop_id: int | None = None  # the stop token that ended it
+    usage: Usage | None = None  # with the last event

@@ -1,0 +1,59 @@
+"""Llama 1 to 3.x (Touvron et al. 2023, arXiv 2302.13971), and models of the same shape such as SmolLM2."""
+
+from typing import Any
+
+import jax
+
+from pagedjax.config import LayerKind, ModelConfig
+from pagedjax.device.attention import Rows, attend
+from pagedjax.device.layers import (
+    attention_specs,
+    decoder_specs,
+    embed,
+    fold_layers,
+    gated_mlp,
+    join_heads,
+    linear,
+    mlp_specs,
+    norm_spec,
+    rms_norm,
+    rope_tables,
+    rotate,
+    unembed,
+)
+
+
+def param_specs(cfg: ModelConfig, dtype: str, vocab: int) -> dict[str, Any]:
+    """The weights as a tree of ParamSpec; `vocab` is the number of embedding rows, padding included."""
+    layer = {
+        "attention_norm": norm_spec(cfg.model_width),
+        **attention_specs(cfg, dtype),
+        "mlp_norm": norm_spec(cfg.model_width),
+        **mlp_specs(cfg, dtype),
+    }
+    return decoder_specs(cfg, dtype, vocab, layer)
+
+
+def forward(params: dict[str, Any], tokens: jax.Array, kv: jax.Array, rows: Rows, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """tokens i32[T], the pool -> (hidden f32[T, M] after the final norm, the pool)."""
+    cos, sin = rope_tables(rows.positions, cfg.rope, cfg.head_width)
+
+    def layer(carry, w: dict[str, jax.Array], index: jax.Array | int, kind: LayerKind):
+        x, kv = carry
+        h = rms_norm(x, w["attention_norm"], cfg.norm_eps)
+        q = rotate(linear(h, w["q"], w.get("q_bias")), cos, sin)
+        k = rotate(linear(h, w["k"], w.get("k_bias")), cos, sin)
+        v = linear(h, w["v"], w.get("v_bias"))
+        window = cfg.window if kind == "window" else None
+        out, kv = attend(q, k, v, kv, index, rows, scale=cfg.score_scale, window=window)
+        x = x + join_heads(out, w["o"])
+        x = x + gated_mlp(rms_norm(x, w["mlp_norm"], cfg.norm_eps), w, cfg)
+        return x, kv
+
+    x, kv = fold_layers(layer, (embed(tokens, params["embed"], cfg), kv), params["layers"], cfg)
+    return rms_norm(x, params["final_norm"], cfg.norm_eps), kv
+
+
+def logits(params: dict[str, Any], hidden: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """hidden f32[S, M] -> f32[S, V]."""
+    return unembed(hidden, params.get("head", params["embed"]), cfg)

@@ -1,0 +1,11 @@
+"""Operations on a paged KV pool, for TPU, GPU and CPU. Depends on jax alone.
+
+The pool is `kv[J, N, 2, K, P, D']`: layer, block, key or value, kv head, token in block, stored head width. Block 0 is scrap:
+what padding writes goes there and nothing reads it. Row lengths include the tokens written in the same step.
+"""
+
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_decode import paged_decode
+
+__all__ = ["kv_write", "paged_attention", "paged_decode"]
