@@ -1,7 +1,7 @@
 """Every number that shapes the engine, as frozen dataclasses that are validated once."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pagedjax.errors import check
@@ -163,3 +163,27 @@ class EngineConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+
+
+def resolve(config: EngineConfig, model: ModelConfig, platform: Literal["cpu", "gpu", "tpu"]) -> EngineConfig:
+    """The configuration with every zero and "auto" decided, but for the pool's size, which depends on free memory, and the
+    dtype of the weights, which depends on the file unless it is set."""
+    on_cpu = platform == "cpu"
+    schedule = config.schedule
+    check(
+        schedule.max_model_len <= model.max_positions,
+        f"max_model_len must be at most the model's {model.max_positions} positions; got {schedule.max_model_len}",
+    )
+    longest = min(model.max_positions, 4096) if on_cpu else model.max_positions
+    lanes = schedule.max_num_seqs or (32 if on_cpu else 256)
+    return replace(
+        config,
+        cache=replace(config.cache, block_size=config.cache.block_size or (128 if platform == "tpu" else 64)),
+        schedule=replace(
+            schedule,
+            max_model_len=schedule.max_model_len or longest,
+            max_num_seqs=lanes,
+            max_num_batched_tokens=schedule.max_num_batched_tokens or max(512 if on_cpu else 2048, 2 * lanes),
+            decode_steps=schedule.decode_steps or (1 if on_cpu else 8),
+        ),
+    )

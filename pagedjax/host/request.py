@@ -113,3 +113,15 @@ class TokenEvent:
     finish: FinishReason | None = None
     stop_id: int | None = None  # the stop token that ended it
     usage: Usage | None = None  # with the last event
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and all that is decided about it before it reaches the scheduler."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...] = ()  # that end a sequence: of the model, unless they are ignored, and of the user
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    seed: int = 0  # 64 bits

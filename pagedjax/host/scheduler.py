@@ -1,0 +1,383 @@
+"""Continuous batching at iteration level (Orca, Yu et al. 2022) over a paged cache (vLLM, Kwon et al. 2023).
+
+`schedule` makes the Plan of one step from what is known; `commit` takes the step's tokens. Between the two a sequence may be
+scheduled again: its newest token is then still on the device. Results carry (request, index, epoch), and what belongs to an
+earlier life of a preempted sequence is dropped.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagedjax.errors import QueueFull, check
+from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.request import FinishReason, Logprobs, Request, TokenEvent, Usage
+
+Key = tuple[str, int]  # request id, index of the sequence
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One output of a request. Positions below num_committed are in the cache; up to num_scheduled they are, or will be when
+    the steps in flight are done."""
+
+    request: Request
+    index: int
+    max_len: int  # prompt and output
+    tokens: list[int]  # prompt and the output the host has seen
+    table: np.ndarray  # i32[B]: its blocks, then zeros
+    blocks: list[int] = field(default_factory=list)
+    lane: int = -1
+    epoch: int = 0
+    num_scheduled: int = 0
+    num_committed: int = 0
+    num_pending: int = 0  # tokens sampled by steps in flight
+    recomputed: int = 0
+    highest: int = 0  # positions that were computed in any life
+    scored: list[Logprobs] = field(default_factory=list)  # prompt logprobs so far
+
+    @property
+    def key(self) -> Key:
+        return self.request.id, self.index
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output, those in flight included."""
+        return len(self.tokens) + self.num_pending
+
+    def usage(self) -> Usage:
+        return Usage(prompt=self.prompt_len, generated=len(self.tokens) - self.prompt_len, recomputed=self.recomputed)
+
+
+@dataclass(frozen=True)
+class Row:
+    """`count` tokens of one sequence in a step, from position `start`."""
+
+    request_id: str
+    index: int
+    epoch: int
+    lane: int
+    start: int
+    count: int
+    tokens: tuple[int, ...] | None  # None: one token, still on the device
+    table: np.ndarray  # i32[B]; the sequence's own, read when the step is packed
+    steps: int  # decode steps this row may take in the dispatch; 0: no token is sampled
+    targets: tuple[int, ...] | None  # tokens whose prompt logprobs are wanted: those after positions start, start + 1, …
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sequence that takes a lane with this plan: what the lane must hold."""
+
+    lane: int
+    request: Request
+    index: int
+    tokens: tuple[int, ...]
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One dispatch. Rows with one token come first."""
+
+    rows: tuple[Row, ...]
+    entries: tuple[Entry, ...]
+    steps: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    @property
+    def num_decode(self) -> int:
+        return sum(row.count == 1 for row in self.rows)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What a step gave a row: sampled tokens, their logprobs where asked for, and prompt logprobs of its positions."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None = None
+    scored: tuple[Logprobs, ...] = ()
+
+
+@dataclass
+class Stats:
+    """Counters since start, and gauges of the last schedule. `waste`: slots held minus tokens computed or scheduled."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    slots_held: int = 0
+    waste: int = 0
+    worst_waste: int = 0  # of one sequence, ever; at most P - 1
+    lookahead: int = 0  # tokens of dispatched steps that are not committed
+    peak_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+class Scheduler:
+    """Decides what each step computes. Holds every live sequence and the block pool; knows nothing of devices."""
+
+    def __init__(
+        self, pool: BlockPool, *, block_size: int, max_model_len: int, num_lanes: int, token_budget: int, max_queued: int, decode_steps: int
+    ):
+        check(token_budget > num_lanes, f"max_num_batched_tokens must be above max_num_seqs; got {token_budget} and {num_lanes}")
+        self.pool, self.block_size, self.max_model_len = pool, block_size, max_model_len
+        self.token_budget, self.max_queued, self.decode_steps = token_budget, max_queued, decode_steps
+        self.table_width = -(-max_model_len // block_size)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.stats = Stats()
+        self._live: dict[Key, Sequence] = {}
+        self._lanes = list(range(num_lanes - 1, -1, -1))
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues the request, or refuses it: QueueFull at the bound, UserError for what can never fit."""
+        n, prompt = request.params.n, len(request.prompt)
+        check(prompt > 0, f"request {request.id}: the prompt must hold at least one token; got 0")
+        check(
+            prompt < self.max_model_len,
+            f"request {request.id}: the prompt must be shorter than max_model_len {self.max_model_len}; got {prompt} tokens",
+        )
+        max_len = self.max_len(request)
+        need = self.blocks_for(max_len - 1)  # the last token is never written
+        check(
+            need <= self.pool.capacity,
+            f"request {request.id}: prompt and output need {need} blocks of {self.block_size} tokens; the pool has {self.pool.capacity}",
+        )
+        check((request.id, 0) not in self._live, f"request id {request.id} is already in use")
+        if len(self.waiting) + n > self.max_queued:
+            raise QueueFull(f"request {request.id}: the queue may hold {self.max_queued} sequences; {len(self.waiting)} wait, {n} more came")
+        for index in range(n):
+            table = np.zeros(self.table_width, np.int32)
+            sequence = Sequence(request, index, max_len, list(request.prompt), table)
+            self._live[sequence.key] = sequence
+            self.waiting.append(sequence)
+
+    def max_len(self, request: Request) -> int:
+        """Longest prompt and output of a request."""
+        wanted = request.params.max_tokens
+        return self.max_model_len if wanted is None else min(len(request.prompt) + wanted, self.max_model_len)
+
+    def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> list[TokenEvent]:
+        """Ends all sequences of a request; their blocks are free at once. Unknown ids are ignored."""
+        sequences = [s for key, s in self._live.items() if key[0] == request_id]
+        return [self._finish(s, reason) for s in sequences]
+
+    def finish(self, request_id: str, index: int, num_tokens: int) -> Usage | None:
+        """Ends one sequence after its first num_tokens output tokens (a stop string was found in the text)."""
+        sequence = self._live.get((request_id, index))
+        if sequence is None:
+            return None
+        del sequence.tokens[sequence.prompt_len + num_tokens :]
+        return self._finish(sequence, "stop").usage
+
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def sequences(self) -> Iterator[Sequence]:
+        return iter(self._live.values())
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None when every live sequence waits for a step in flight (or there is none)."""
+        rows: list[Row] = []
+        entries: list[Entry] = []
+        planned: set[Key] = set()
+        before = self.stats.preemptions
+        steps = self._decode_steps()
+        budget = self.token_budget
+        for sequence in list(self.running):
+            if sequence.lane >= 0 and sequence.length - sequence.num_scheduled == 1 and self._wants_more(sequence):
+                count = min(steps, sequence.max_len - sequence.length)
+                if self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=True):
+                    rows.append(self._row(sequence, 1, count))
+                    planned.add(sequence.key)
+                    budget -= 1
+        for sequence in list(self.running):
+            if sequence.lane >= 0 and sequence.length - sequence.num_scheduled > 1 and budget > 0:
+                budget -= self._prefill(sequence, budget, rows, planned)
+        while self.waiting and self._lanes and budget > 0 and self.stats.preemptions == before:
+            if not self._fits(self.waiting[0]):
+                break  # first come, first served: nobody passes the head
+            entries.append(self._enter(self.waiting.popleft()))
+            budget -= self._prefill(self.running[-1], budget, rows, planned)
+        if not rows:
+            return None
+        rows.sort(key=lambda row: row.count > 1)  # stable: rows with one token first
+        plan = Plan(tuple(rows), tuple(entries), max([row.steps for row in rows] + [1]))
+        self._count(plan)
+        return plan
+
+    def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[TokenEvent]:
+        """Takes the results of a step's rows, in the plan's order; frees what finished. Plans are committed in order."""
+        events = []
+        for row, result in zip(plan.rows, results, strict=True):
+            sequence = self._live.get((row.request_id, row.index))
+            if sequence is None or sequence.epoch != row.epoch:
+                continue
+            sequence.num_committed = row.start + max(row.count, row.steps)
+            known = row.start - len(sequence.scored)  # results of a recomputed position are not taken twice
+            sequence.scored.extend(result.scored[-known:] if known < 0 else result.scored)
+            if row.steps:
+                sequence.num_pending -= row.steps
+                events.append(self._take(sequence, row, result))
+        return events
+
+    def _take(self, sequence: Sequence, row: Row, result: RowResult) -> TokenEvent:
+        first = len(sequence.tokens) == sequence.prompt_len
+        finish, stop_id, taken = None, None, 0
+        for token in result.tokens:
+            sequence.tokens.append(token)
+            taken += 1
+            if token in sequence.request.stop_ids and len(sequence.tokens) - sequence.prompt_len > sequence.request.params.min_tokens:
+                finish, stop_id = "stop", token
+            elif len(sequence.tokens) >= sequence.max_len:
+                finish = "length"
+            if finish:
+                break
+        assert finish or taken == row.steps, f"{sequence.key}: the device stopped after {taken} of {row.steps} tokens, the host did not"
+        self.stats.generated_tokens += taken
+        usage = self._finish(sequence, finish).usage if finish else None
+        return TokenEvent(
+            request_id=sequence.request.id,
+            index=sequence.index,
+            tokens=result.tokens[:taken],
+            logprobs=None if result.logprobs is None else result.logprobs[:taken],
+            prompt_logprobs=tuple(sequence.scored) if first and sequence.request.params.prompt_logprobs is not None else None,
+            finish=finish,
+            stop_id=stop_id,
+            usage=usage,
+        )
+
+    # --- parts of schedule ------------------------------------------------------------------------------------------
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _wants_more(self, sequence: Sequence) -> bool:
+        return sequence.length < sequence.max_len
+
+    def _decode_steps(self) -> int:
+        """Decode steps of this dispatch: one while anything waits, prefills or lacks blocks."""
+        if self.decode_steps == 1 or self.waiting:
+            return 1
+        if any(s.length - s.num_scheduled > 1 for s in self.running):
+            return 1
+        ready = [s for s in self.running if s.length - s.num_scheduled == 1 and self._wants_more(s)]
+        longest = max((s.max_len - s.length for s in ready), default=1)
+        steps = min(self.decode_steps, longest)
+        need = sum(self.blocks_for(min(s.num_scheduled + steps, s.max_len - 1)) - len(s.blocks) for s in ready)
+        return steps if need <= self.pool.num_free else 1
+
+    def _row(self, sequence: Sequence, count: int, steps: int) -> Row:
+        start = sequence.num_scheduled
+        on_device = start >= len(sequence.tokens)
+        tokens = None if on_device else tuple(sequence.tokens[start : start + count])
+        targets = None
+        if sequence.request.params.prompt_logprobs is not None and start + 1 < sequence.prompt_len:
+            targets = sequence.request.prompt[start + 1 : start + count + 1]
+        sequence.num_scheduled += max(count, steps)
+        sequence.num_pending += steps
+        again = min(sequence.highest, sequence.num_scheduled) - start
+        if again > 0:
+            sequence.recomputed += again
+            self.stats.recomputed_tokens += again
+        sequence.highest = max(sequence.highest, sequence.num_scheduled)
+        return Row(
+            sequence.request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets
+        )
+
+    def _prefill(self, sequence: Sequence, budget: int, rows: list[Row], planned: set[Key]) -> int:
+        """Schedules a chunk of the sequence's known tokens; its length."""
+        left = len(sequence.tokens) - sequence.num_scheduled
+        count = min(left, budget)
+        if not self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=False):
+            room = (len(sequence.blocks) + self.pool.num_free) * self.block_size - sequence.num_scheduled
+            if room <= 0:
+                return 0
+            count = min(count, room)
+            self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=False)
+        rows.append(self._row(sequence, count, 1 if count == left else 0))
+        planned.add(sequence.key)
+        return count
+
+    def _grow(self, sequence: Sequence, num_tokens: int, planned: set[Key], *, may_yield: bool) -> bool:
+        """Gives the sequence blocks for its first num_tokens positions, preempting the newest sequence (never one of this plan,
+        never an older one) while there are too few; where may_yield the sequence itself may be the one that goes."""
+        need = self.blocks_for(num_tokens) - len(sequence.blocks)
+        while need > self.pool.num_free:
+            at = self.running.index(sequence)
+            victim = next((s for s in reversed(self.running[at + 1 :]) if s.key not in planned), sequence if may_yield else None)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        if need > 0:
+            held = len(sequence.blocks)
+            sequence.blocks += self.pool.allocate(need)
+            sequence.table[held : held + need] = sequence.blocks[held:]
+        return True
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Hysteresis: a sequence enters when its tokens fit beside what the running ones still have to prefill, with one block
+        left for each of those to grow, so that it is not preempted again at once."""
+        owed = sum(max(0, self.blocks_for(s.length) - len(s.blocks)) for s in self.running)
+        return self.blocks_for(len(sequence.tokens)) + owed + len(self.running) <= self.pool.num_free
+
+    def _enter(self, sequence: Sequence) -> Entry:
+        sequence.lane = self._lanes.pop()
+        self.running.append(sequence)
+        return Entry(sequence.lane, sequence.request, sequence.index, tuple(sequence.tokens), sequence.max_len)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """By recomputation: the sequence gives back all it holds and waits at the head of the queue."""
+        self._vacate(sequence)
+        sequence.epoch += 1
+        sequence.num_scheduled = sequence.num_committed = sequence.num_pending = 0
+        self.waiting.appendleft(sequence)
+        self.stats.preemptions += 1
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.release(reversed(sequence.blocks))
+        sequence.blocks.clear()
+        sequence.table = np.zeros_like(sequence.table)  # a step in flight may still be packed from the old one
+        self._lanes.append(sequence.lane)
+        sequence.lane = -1
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> TokenEvent:
+        if sequence.lane >= 0:
+            self._vacate(sequence)
+        else:
+            self.waiting.remove(sequence)
+        del self._live[sequence.key]
+        return TokenEvent(sequence.request.id, sequence.index, (), finish=reason, usage=sequence.usage())
+
+    def _count(self, plan: Plan) -> None:
+        stats, size = self.stats, self.block_size
+        stats.steps += plan.steps
+        stats.scheduled_tokens += sum(max(row.count, row.steps) for row in plan.rows)
+        wastes = [len(s.blocks) * size - s.num_scheduled for s in self.running]
+        stats.slots_held = (self.pool.capacity - self.pool.num_free) * size
+        stats.waste = sum(wastes)
+        stats.worst_waste = max([stats.worst_waste, *wastes])
+        assert stats.worst_waste < size, f"a sequence holds {stats.worst_waste} slots more than its tokens; blocks have {size}"
+        stats.lookahead = sum(s.num_scheduled - s.num_committed for s in self.running)
+        stats.peak_blocks = max(stats.peak_blocks, self.pool.capacity - self.pool.num_free)
+        stats.running, stats.waiting = len(self.running), len(self.waiting)
