@@ -12,7 +12,7 @@ LayerKind = Literal["full", "window"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. The scalings are those of Hugging Face's `rope_scaling` (see device/layers.py for the formulas)."""
+    """Rotary position embedding. The scalings are those of Hugging Face's `rope_scaling`; formulas in device/layers.py."""
 
     theta: float = 10_000.0
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"

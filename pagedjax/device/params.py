@@ -155,9 +155,16 @@ def shard_layout(cfg: ModelConfig, shards: int) -> ShardLayout:
                 within = copy * each + i
                 q_source.append(head * g + within if head < k and within < g else -1)
     pad = lambda size: AxisMap(tuple(i if i < size else -1 for i in range(up(size))))
-    maps = {"kv_heads": AxisMap(tuple(kv_source)), "heads": AxisMap(tuple(q_source)), "ffn": pad(cfg.ffn_width), "vocab": pad(cfg.vocab_size)}
+    maps = {
+        "kv_heads": AxisMap(tuple(kv_source)),
+        "heads": AxisMap(tuple(q_source)),
+        "ffn": pad(cfg.ffn_width),
+        "vocab": pad(cfg.vocab_size),
+    }
     fields = {f: getattr(cfg, f) for f in cfg.__dataclass_fields__}
-    fields.update(num_kv_heads=len(kv_source), num_heads=len(q_source), ffn_width=up(cfg.ffn_width), attention_scale=cfg.score_scale)
+    fields.update(
+        num_kv_heads=len(kv_source), num_heads=len(q_source), ffn_width=up(cfg.ffn_width), attention_scale=cfg.score_scale
+    )
     return ShardLayout(ModelConfig(**fields), up(cfg.vocab_size), {name: m for name, m in maps.items() if not m.is_identity})
 
 
@@ -167,7 +174,7 @@ def pad_param(value: np.ndarray, axes: tuple[Axis, ...], layout: ShardLayout) ->
         if axis in layout.maps:
             source = np.asarray(layout.maps[axis].source)
             value = np.take(value, np.maximum(source, 0), axis=dim)
-            index = [slice(None)] * value.ndim
+            index: list[Any] = [slice(None)] * value.ndim
             index[dim] = source < 0
             value[tuple(index)] = 0
     return value

@@ -65,16 +65,16 @@ class SamplingParams:
         check(0 < self.repetition_penalty < float("inf"), f"repetition_penalty must be positive; got {self.repetition_penalty}")
         check(self.seed is None or 0 <= self.seed < 2**64, f"seed must be in [0, 2^64); got {self.seed}")
         check(len(self.logit_bias) <= NUM_BIASES, f"logit_bias may hold {NUM_BIASES} tokens; got {len(self.logit_bias)}")
-        check(
-            all(abs(v) <= 100 for v in self.logit_bias.values()),
-            f"logit_bias values must be in [-100, 100]; got {sorted(self.logit_bias.values())[:1] + sorted(self.logit_bias.values())[-1:]}",
-        )
+        worst = max(self.logit_bias.values(), key=abs, default=0.0)
+        check(abs(worst) <= 100, f"logit_bias values must be in [-100, 100]; got {worst}")
         check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty; got ()")
         check(len(self.bad_words) <= NUM_BAD_WORDS, f"bad_words may hold {NUM_BAD_WORDS} entries; got {len(self.bad_words)}")
         check(all(self.bad_words), "bad_words must not hold an empty string")
         check(all(self.stop), "stop must not hold an empty string")
         check(len(self.stop) <= 16, f"stop may hold 16 strings; got {len(self.stop)}")
-        check(len(self.stop_token_ids) <= NUM_STOP_IDS, f"stop_token_ids may hold {NUM_STOP_IDS} ids; got {len(self.stop_token_ids)}")
+        check(
+            len(self.stop_token_ids) <= NUM_STOP_IDS, f"stop_token_ids may hold {NUM_STOP_IDS} ids; got {len(self.stop_token_ids)}"
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             check(value is None or 0 <= value <= NUM_LOGPROBS, f"{name} must be between 0 and {NUM_LOGPROBS}; got {value}")

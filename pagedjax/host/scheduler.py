@@ -130,7 +130,15 @@ class Scheduler:
     """Decides what each step computes. Holds every live sequence and the block pool; knows nothing of devices."""
 
     def __init__(
-        self, pool: BlockPool, *, block_size: int, max_model_len: int, num_lanes: int, token_budget: int, max_queued: int, decode_steps: int
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_model_len: int,
+        num_lanes: int,
+        token_budget: int,
+        max_queued: int,
+        decode_steps: int,
     ):
         check(token_budget > num_lanes, f"max_num_batched_tokens must be above max_num_seqs; got {token_budget} and {num_lanes}")
         self.pool, self.block_size, self.max_model_len = pool, block_size, max_model_len
@@ -154,13 +162,16 @@ class Scheduler:
         )
         max_len = self.max_len(request)
         need = self.blocks_for(max_len - 1)  # the last token is never written
+        size, capacity = self.block_size, self.pool.capacity
         check(
-            need <= self.pool.capacity,
-            f"request {request.id}: prompt and output need {need} blocks of {self.block_size} tokens; the pool has {self.pool.capacity}",
+            need <= capacity,
+            f"request {request.id}: prompt and output need {need} blocks of {size} tokens; the pool has {capacity}",
         )
         check((request.id, 0) not in self._live, f"request id {request.id} is already in use")
         if len(self.waiting) + n > self.max_queued:
-            raise QueueFull(f"request {request.id}: the queue may hold {self.max_queued} sequences; {len(self.waiting)} wait, {n} more came")
+            raise QueueFull(
+                f"request {request.id}: the queue may hold {self.max_queued} sequences; {len(self.waiting)} wait, {n} more came"
+            )
         for index in range(n):
             table = np.zeros(self.table_width, np.int32)
             sequence = Sequence(request, index, max_len, list(request.prompt), table)
@@ -187,6 +198,10 @@ class Scheduler:
 
     def has_work(self) -> bool:
         return bool(self._live)
+
+    def find(self, request_id: str, index: int) -> Sequence | None:
+        """The live sequence, or None when it has ended."""
+        return self._live.get((request_id, index))
 
     def sequences(self) -> Iterator[Sequence]:
         return iter(self._live.values())
@@ -244,13 +259,18 @@ class Scheduler:
         for token in result.tokens:
             sequence.tokens.append(token)
             taken += 1
-            if token in sequence.request.stop_ids and len(sequence.tokens) - sequence.prompt_len > sequence.request.params.min_tokens:
+            if (
+                token in sequence.request.stop_ids
+                and len(sequence.tokens) - sequence.prompt_len > sequence.request.params.min_tokens
+            ):
                 finish, stop_id = "stop", token
             elif len(sequence.tokens) >= sequence.max_len:
                 finish = "length"
             if finish:
                 break
-        assert finish or taken == row.steps, f"{sequence.key}: the device stopped after {taken} of {row.steps} tokens, the host did not"
+        assert finish or taken == row.steps, (
+            f"{sequence.key}: the device stopped after {taken} of {row.steps} tokens, the host did not"
+        )
         self.stats.generated_tokens += taken
         usage = self._finish(sequence, finish).usage if finish else None
         return TokenEvent(

@@ -1,0 +1,31 @@
+"""The mesh, and how the pool and the lanes are laid out on it. Weights have their own specs (device/params.py)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pagedjax.errors import check
+from pagedjax.state import DeviceState
+
+POOL = P(None, None, None, "model", None, None)  # kv heads
+
+
+def make_mesh(model: int, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with the axes `data` (1) and `model`. Axes are Auto on purpose: XLA propagates shardings between the specs."""
+    devices = jax.devices() if devices is None else list(devices)
+    check(len(devices) >= model, f"the model axis needs {model} devices; {len(devices)} are here")
+    return Mesh(np.asarray(devices[:model]).reshape(1, model), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def state_shardings(state: DeviceState, mesh: Mesh) -> DeviceState:
+    """The tree of shardings of a DeviceState (abstract or not)."""
+    lanes = jax.tree.map(lambda _: replicated(mesh), state.lanes)
+    return DeviceState(kv=NamedSharding(mesh, POOL), lanes=lanes)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,250 @@
+"""The engine: the only holder of device arrays. Turns requests into token events, one dispatch after another."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from pagedjax.buckets import Bucket, make_buckets, pick
+from pagedjax.config import EngineConfig, ModelConfig
+from pagedjax.device.compile import Compiled, compilations_of_this_thread, compile_all, lower_set_lane, lower_step
+from pagedjax.device.lanes import abstract_lanes
+from pagedjax.device.params import ShardLayout
+from pagedjax.device.sharding import state_shardings
+from pagedjax.device.step import StepSpec
+from pagedjax.errors import check
+from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.request import Logprobs, Request, SamplingParams, TokenEvent, Usage
+from pagedjax.host.scheduler import Entry, Plan, RowResult, Scheduler
+from pagedjax.limits import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_STOP_IDS
+from pagedjax.memory import kv_dtype, pool_blocks, pool_shape
+from pagedjax.models import model_for
+from pagedjax.pack import pack, pack_lane
+from pagedjax.state import DeviceState, StepOutput
+from pagedjax.wire import lane_fields, step_fields
+
+Progress = Callable[[str, int, int], None]  # what is being done, done so far, of how many
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatched step that is not committed."""
+
+    plan: Plan
+    output: StepOutput
+
+
+@dataclass
+class Padding:
+    """Tokens computed for nothing, since a plan is rounded up to a bucket."""
+
+    computed: int = 0
+    padding: int = 0
+
+
+class Engine:
+    """add, cancel, finish, step, has_work. Not thread-safe: one thread owns it (see loop.EngineLoop)."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: ShardLayout,
+        params: Any,
+        config: EngineConfig,
+        mesh: Mesh,
+        *,
+        progress: Progress = lambda *_: None,
+    ):
+        """`config` is resolved (config.resolve) and names the dtype; `params` are placed on `mesh` in `layout`."""
+        self.model, self.config, self.mesh = model, config, mesh
+        schedule, size = config.schedule, config.cache.block_size
+        self._params, self._vocab = params, layout.vocab
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        one_row = on_cpu and config.dtype == "float32" and mesh.size == 1
+        self.buckets = make_buckets(config, on_cpu=on_cpu, one_row=one_row)
+        self._table_width = -(-schedule.max_model_len // size)
+        self._fields = {b: step_fields(b, 1, self._table_width) for b in self.buckets}
+        self._lane_fields = lane_fields(schedule.max_model_len, layout.vocab)
+        spec = StepSpec(model_for(model.architecture), layout.cfg, mesh, schedule.decode_steps)
+        num_blocks = pool_blocks(config, layout.cfg, mesh, temp_bytes=partial(self._largest_temp, spec))
+        state = self._abstract_state(spec, num_blocks)
+        start = time.perf_counter()
+        self.executables, self._write_lane = self._compile(spec, state, progress)
+        self.compile_seconds = time.perf_counter() - start
+        # Zeros, not undefined memory: what a masked slot holds must be finite.
+        self._state: DeviceState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), state)
+        pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(
+            pool,
+            block_size=size,
+            max_model_len=schedule.max_model_len,
+            num_lanes=schedule.max_num_seqs,
+            token_budget=schedule.max_num_batched_tokens,
+            max_queued=schedule.max_queued,
+            decode_steps=schedule.decode_steps,
+        )
+        self.padding = Padding()
+        self.compilations_after_start = 0
+        self._in_flight: deque[InFlight] = deque()
+        self._seeds = random.Random(config.seed)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request. UserError for what cannot be honoured, QueueFull at the queue's bound."""
+        self._check(request)
+        self.scheduler.add(request)
+
+    def new_seed(self) -> int:
+        """A seed for a request that brings none, from the engine's own generator."""
+        return self._seeds.getrandbits(64)
+
+    def cancel(self, request_id: str) -> list[TokenEvent]:
+        """Ends a request; its blocks are free in the next schedule."""
+        return self.scheduler.cancel(request_id)
+
+    def finish(self, request_id: str, index: int, num_tokens: int) -> Usage | None:
+        """Ends one sequence after its first num_tokens output tokens."""
+        return self.scheduler.finish(request_id, index, num_tokens)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work() or bool(self._in_flight)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """Dispatches the next step and commits the one before it, which has run meanwhile."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._dispatch(plan)
+        keep = self.config.schedule.async_steps if plan is not None else 0
+        events: list[TokenEvent] = []
+        while len(self._in_flight) > keep:
+            done = self._in_flight.popleft()
+            events += self.scheduler.commit(done.plan, self._results(done))
+        return events
+
+    def _dispatch(self, plan: Plan) -> None:
+        before = compilations_of_this_thread()
+        for entry in plan.entries:
+            self._set_lane(entry)
+        bucket = pick(self.buckets, plan.num_tokens, len(plan.rows))
+        buffer = pack(plan, bucket, self._fields[bucket], self.config.schedule.max_num_seqs)
+        self._state, output = self.executables[bucket].call(self._params, self._state, buffer)
+        output.tokens.copy_to_host_async()
+        self._in_flight.append(InFlight(plan, output))
+        self.padding.computed += plan.num_tokens
+        self.padding.padding += bucket.tokens - plan.num_tokens
+        self.compilations_after_start += compilations_of_this_thread() - before
+        if self.compilations_after_start:
+            raise RuntimeError(f"bucket {bucket} was compiled after start; every shape must be compiled before")
+
+    def _set_lane(self, entry: Entry) -> None:
+        buffer = pack_lane(entry, self._lane_fields)
+        self._state = self._write_lane.call(self._state, np.asarray([entry.lane], np.int32), buffer)
+
+    def _results(self, done: InFlight) -> list[RowResult]:
+        """The step's output by row; waits for the device. Logprobs are fetched only where a row asked for them."""
+        out, rows = done.output, done.plan.rows
+        tokens = np.asarray(out.tokens)
+        params = [self._params_of(row.request_id, row.index) for row in rows]
+        wants = any(p is not None and p.logprobs is not None for p in params)
+        scores = any(row.targets for row in rows)
+        top = [np.asarray(a) for a in (out.logprob, out.rank, out.top_ids, out.top_logprobs)] if wants else None
+        prompt = (
+            [np.asarray(a) for a in (out.prompt_logprob, out.prompt_rank, out.prompt_top_ids, out.prompt_top_logprobs)]
+            if scores
+            else None
+        )
+        results, at = [], 0
+        for s, (row, p) in enumerate(zip(rows, params, strict=True)):
+            sampled = tuple(int(t) for t in tokens[s, : row.steps] if t >= 0)
+            logprobs = None
+            if p is not None and p.logprobs is not None and top is not None:
+                logprobs = tuple(_logprobs([a[s, i] for a in top], token, p.logprobs) for i, token in enumerate(sampled))
+            scored: tuple[Logprobs, ...] = ()
+            if row.targets and prompt is not None and p is not None:
+                best = p.prompt_logprobs or 0
+                scored = tuple(_logprobs([a[at + i] for a in prompt], token, best) for i, token in enumerate(row.targets))
+            results.append(RowResult(sampled, logprobs, scored))
+            at += row.count
+        return results
+
+    def _params_of(self, request_id: str, index: int) -> SamplingParams | None:
+        sequence = self.scheduler.find(request_id, index)
+        return None if sequence is None else sequence.request.params
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    def _abstract_state(self, spec: StepSpec, num_blocks: int) -> DeviceState:
+        schedule = self.config.schedule
+        platform = self.mesh.devices.flat[0].platform
+        kv = jax.ShapeDtypeStruct(pool_shape(self.config, spec.cfg, platform, num_blocks), kv_dtype(self.config))
+        lanes = abstract_lanes(schedule.max_num_seqs, schedule.max_model_len, self._vocab)
+        state = DeviceState(kv=cast(Any, kv), lanes=lanes)
+        return jax.tree.map(
+            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, state_shardings(state, self.mesh)
+        )
+
+    def _largest_temp(self, spec: StepSpec) -> int:
+        """Bytes of temporaries of the largest bucket; they do not depend on the size of the pool, so two blocks will do."""
+        lowered = lower_step(spec, self.buckets[-1], self._params, self._abstract_state(spec, 2), self._table_width)
+        memory = lowered.compile().memory_analysis()
+        return memory.temp_size_in_bytes if memory else 0
+
+    def _compile(self, spec: StepSpec, state: DeviceState, progress: Progress) -> tuple[dict[Bucket, Compiled], Compiled]:
+        total, done = len(self.buckets) + 1, 0
+        progress("compile", 0, total)
+
+        def count(key: Any, _: Compiled) -> None:
+            nonlocal done
+            done += 1
+            progress(f"compile {key}", done, total)
+
+        lowerings: list[tuple[Any, Callable[[], jax.stages.Lowered]]] = [
+            (bucket, partial(lower_step, spec, bucket, self._params, state, self._table_width)) for bucket in self.buckets
+        ]
+        max_model_len = self.config.schedule.max_model_len
+        lowerings.append(("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab)))
+        compiled = compile_all(lowerings, count)
+        write_lane = compiled.pop("set_lane")
+        return compiled, write_lane
+
+    def _check(self, request: Request) -> None:
+        """Everything a request may get wrong that depends on the model."""
+        vocab, p = self.model.vocab_size, request.params
+
+        def in_vocab(what: str, ids: Iterable[int]) -> None:
+            bad = next((i for i in ids if not 0 <= i < vocab), None)
+            check(bad is None, f"request {request.id}: {what} must be token ids below {vocab}; got {bad}")
+
+        in_vocab("the prompt", request.prompt)
+        in_vocab("logit_bias", p.logit_bias)
+        in_vocab("allowed_token_ids", p.allowed_token_ids or ())
+        in_vocab("stop_token_ids", request.stop_ids)
+        in_vocab("bad_words", (i for word in request.bad_words for i in word))
+        stops, words = len(request.stop_ids), len(request.bad_words)
+        check(
+            stops <= NUM_STOP_IDS,
+            f"request {request.id}: a request may have {NUM_STOP_IDS} stop ids, the model's included; got {stops}",
+        )
+        check(words <= NUM_BAD_WORDS, f"request {request.id}: bad_words may make {NUM_BAD_WORDS} token sequences; got {words}")
+        longest = max((len(word) for word in request.bad_words), default=1)
+        check(
+            1 <= longest <= BAD_WORD_TOKENS,
+            f"request {request.id}: a bad word may be {BAD_WORD_TOKENS} tokens long; got {longest}",
+        )
+
+
+def _logprobs(values: Sequence[np.ndarray], token: int, best: int) -> Logprobs:
+    logprob, rank, ids, logprobs = values
+    top = tuple((int(i), float(v)) for i, v in zip(ids[:best], logprobs[:best], strict=True))
+    return Logprobs(token, float(logprob), int(rank), top)

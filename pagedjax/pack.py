@@ -1,0 +1,78 @@
+"""Plan -> the buffers a step and a lane are fed with. The only writer of padding."""
+
+import numpy as np
+
+from pagedjax.buckets import Bucket
+from pagedjax.host.scheduler import Entry, Plan
+from pagedjax.limits import BAD_WORD_TOKENS
+from pagedjax.wire import Fields, size, split
+
+
+def pack(plan: Plan, bucket: Bucket, fields: Fields, num_lanes: int) -> np.ndarray:
+    """i32 buffer of StepInput for the bucket. Padding rows have length 0 and lane R; padding tokens belong to no row."""
+    buffer = np.zeros(size(fields), np.int32)
+    f = split(buffer, fields)
+    f["from_lane"][:] = -1
+    f["targets"][:] = -1
+    f["lanes"][:] = num_lanes
+    f["steps"][0] = plan.steps
+    at = 0
+    for s, row in enumerate(plan.rows):
+        end = at + row.count
+        if row.tokens is None:
+            f["from_lane"][at] = row.lane
+        else:
+            f["tokens"][at:end] = row.tokens
+        f["positions"][at:end] = np.arange(row.start, row.start + row.count)
+        f["query_start"][s] = at
+        f["context_lens"][s] = row.start + row.count
+        f["block_tables"][0, s] = row.table
+        f["lanes"][s] = row.lane
+        f["samples"][s] = row.steps > 0
+        if row.targets is not None:
+            f["targets"][at : at + len(row.targets)] = row.targets
+            f["score"][0] = 1
+        at = end
+    f["query_start"][len(plan.rows) :] = at
+    f["num_decode"][0] = plan.num_decode
+    return buffer
+
+
+def pack_lane(entry: Entry, fields: Fields) -> np.ndarray:
+    """i32 buffer of one lane."""
+    buffer = np.zeros(size(fields), np.int32)
+    f = split(buffer, fields)
+    request, params = entry.request, entry.request.params
+    prompt_len = len(request.prompt)
+    f["length"][...] = len(entry.tokens)
+    f["history"][: len(entry.tokens)] = entry.tokens
+    f["prompt_len"][...] = prompt_len
+    f["min_len"][...] = prompt_len + params.min_tokens
+    f["max_len"][...] = entry.max_len
+    f["temperature"][...] = params.temperature
+    f["top_k"][...] = params.top_k
+    f["top_p"][...] = params.top_p
+    f["min_p"][...] = params.min_p
+    f["typical_p"][...] = params.typical_p
+    f["presence"][...] = params.presence_penalty
+    f["frequency"][...] = params.frequency_penalty
+    f["repetition"][...] = params.repetition_penalty
+    f["seed"][:] = request.seed >> 32, request.seed & 0xFFFFFFFF
+    f["sample"][...] = entry.index
+    _fill(f["stop_ids"], request.stop_ids)
+    _fill(f["bias_ids"], tuple(params.logit_bias))
+    f["bias_values"][: len(params.logit_bias)] = tuple(params.logit_bias.values())
+    f["bad_words"][:] = -1
+    for i, word in enumerate(request.bad_words):
+        f["bad_words"][i, BAD_WORD_TOKENS - len(word) :] = word
+    if params.allowed_token_ids is not None:
+        f["masked"][...] = 1
+        ids = np.asarray(params.allowed_token_ids, np.uint32)
+        np.bitwise_or.at(f["mask"], ids // 32, np.uint32(1) << (ids % np.uint32(32)))
+    f["num_logprobs"][...] = -1 if params.logprobs is None else params.logprobs
+    return buffer
+
+
+def _fill(target: np.ndarray, values: tuple[int, ...]) -> None:
+    target[:] = -1
+    target[: len(values)] = values
