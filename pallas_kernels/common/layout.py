@@ -1,0 +1,104 @@
+"""The layout of the pool, and checks that every op makes on it.
+
+Axes: J layers, N blocks, K kv heads, P tokens per block, D' stored head width, D head width, H query heads, G = H / K, S rows,
+T tokens, B blocks per row.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MASKED = -1e30  # a score that counts for nothing; finite, so that the difference of two of them is no NaN
+
+
+class PoolShape(NamedTuple):
+    layers: int
+    blocks: int
+    kv_heads: int
+    block_size: int
+    width: int
+
+
+def check(ok: bool, message: str) -> None:
+    """Raises ValueError(message) unless ok."""
+    if not ok:
+        raise ValueError(message)
+
+
+def check_pool(kv: jax.Array) -> PoolShape:
+    """The axes of kv[J, N, 2, K, P, D'], or ValueError."""
+    check(kv.ndim == 6 and kv.shape[2] == 2, f"kv must be [layers, blocks, 2, kv heads, block size, width]; got {kv.shape}")
+    check(jnp.issubdtype(kv.dtype, jnp.floating), f"kv must hold floats; got {kv.dtype}")
+    layers, blocks, _, kv_heads, block_size, width = kv.shape
+    return PoolShape(layers, blocks, kv_heads, block_size, width)
+
+
+def check_ints(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
+    """ValueError unless x is i32 of this shape."""
+    check(x.shape == shape and x.dtype == jnp.int32, f"{name} must be i32{list(shape)}; got {x.dtype}{list(x.shape)}")
+
+
+def check_layer(layer: jax.Array | int, layers: int) -> jax.Array:
+    """layer as an i32 scalar; ValueError unless it is one, or when it is known and outside the pool."""
+    if isinstance(layer, int):
+        check(0 <= layer < layers, f"layer must be 0 to {layers - 1}; got {layer}")
+    layer = jnp.asarray(layer)
+    check(
+        layer.shape == () and jnp.issubdtype(layer.dtype, jnp.integer),
+        f"layer must be an i32 scalar; got {layer.dtype}{list(layer.shape)}",
+    )
+    return layer.astype(jnp.int32)
+
+
+def check_queries(
+    q: jax.Array,
+    pool: PoolShape,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+) -> None:
+    """What paged_decode and paged_attention ask of their inputs, or ValueError."""
+    check(q.ndim == 3, f"q must be [tokens, heads, width]; got {q.shape}")
+    heads, width = q.shape[1:]
+    check(heads % pool.kv_heads == 0, f"query heads must be a multiple of the {pool.kv_heads} kv heads; got {heads}")
+    check(width <= pool.width, f"the head width of q must be at most the pool's {pool.width}; got {width}")
+    check(block_tables.ndim == 2 and block_tables.shape[1] >= 1, f"block_tables must be [rows, blocks]; got {block_tables.shape}")
+    check_ints("block_tables", block_tables, block_tables.shape)
+    check_ints("context_lens", context_lens, block_tables.shape[:1])
+    check(window is None or window >= 1, f"window must be at least 1; got {window}")
+    check(soft_cap is None or soft_cap > 0, f"soft_cap must be positive; got {soft_cap}")
+    check(sinks is None or sinks.shape == (heads,), f"sinks must be [{heads}]; got {None if sinks is None else sinks.shape}")
+
+
+def ceil_div(a, b: int):
+    """Rounded up, for integers of Python or of JAX that are not negative."""
+    return lax.div(a + (b - 1), jnp.int32(b)) if isinstance(a, jax.Array) else -(-a // b)
+
+
+def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """x with zeros behind it along the axis, up to `size`."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
+def flat_blocks(kv: jax.Array) -> jax.Array:
+    """[J, N, 2, K, P, D'] -> [J * N * 2, K, P, D'], without a copy. Keys of (layer, block) are at 2 * (layer * N + block)."""
+    return kv.reshape(-1, *kv.shape[3:])
+
+
+def take_blocks(flat: jax.Array, index: jax.Array) -> jax.Array:
+    """flat[index]; every index must be inside."""
+    return flat.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def scores(raw: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
+    """The softmax's logits from f32 dot products: scaled, and capped as in Gemma 2 (arXiv 2408.00118)."""
+    s = raw * scale
+    return s if soft_cap is None else jnp.tanh(s / soft_cap) * soft_cap

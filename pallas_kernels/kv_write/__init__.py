@@ -1,0 +1,55 @@
+"""kv_write: the keys and values of new tokens into the pool, in place where the pool is donated."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, pad_axis
+from pallas_kernels.kv_write import xla
+from pallas_kernels.kv_write.reference import reference
+
+__all__ = ["kv_write", "reference"]
+
+Backend = Literal["xla_tokens", "xla_blocks"]
+
+
+def kv_write(
+    kv: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer: jax.Array | int,
+    slots: jax.Array,
+    *,
+    num_rows: int,
+    backend: Backend | None = None,
+) -> jax.Array:
+    """The pool with k and v of T tokens at their slots of one layer.
+
+    kv [J, N, 2, K, P, D']; k, v [T, K, D] with D <= D', cast to kv's dtype, padded with zeros; layer i32 scalar, may be traced;
+    slots i32[T] = block * P + place in the block. Padding has slots in block 0, the scrap block: what stands there afterwards is
+    undefined. The tokens come from at most num_rows rows, one after the other; inside a row the positions are consecutive, and
+    no block belongs to two rows. backend None: xla_blocks on TPU, where token-wise writes copy the pool, else xla_tokens.
+    """
+    pool = check_pool(kv)
+    check(k.ndim == 3 and k.shape[1] == pool.kv_heads, f"k must be [tokens, {pool.kv_heads}, width]; got {k.shape}")
+    check(k.shape == v.shape, f"k and v must have one shape; got {k.shape} and {v.shape}")
+    check(k.shape[2] <= pool.width, f"the head width of k must be at most the pool's {pool.width}; got {k.shape[2]}")
+    check(k.shape[0] >= 1, f"k must hold at least one token; got {k.shape}")
+    check_ints("slots", slots, k.shape[:1])
+    check(num_rows >= 1, f"num_rows must be at least 1; got {num_rows}")
+    check(backend in (None, "xla_tokens", "xla_blocks"), f"backend of kv_write must be xla_tokens or xla_blocks; got {backend}")
+    layer = check_layer(layer, pool.layers)
+    k, v = (pad_axis(x.astype(kv.dtype), 2, pool.width) for x in (k, v))
+
+    def tokens(kv, k, v, layer, slots):
+        return xla.write_tokens(kv, k, v, layer, slots)
+
+    def blocks(kv, k, v, layer, slots):
+        return xla.write_blocks(kv, k, v, layer, slots, num_rows=num_rows)
+
+    args = (kv, k, v, layer, slots)
+    if backend is None:
+        return lax.platform_dependent(*args, tpu=blocks, default=tokens)
+    return tokens(*args) if backend == "xla_tokens" else blocks(*args)

@@ -1,0 +1,56 @@
+"""paged_attention: rows of any number of query tokens, decode and prefill mixed, against their contexts in the pool."""
+
+from typing import Literal
+
+import jax
+
+from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
+from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention.reference import reference
+
+__all__ = ["paged_attention", "reference"]
+
+
+def paged_attention(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array | int,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    query_start: jax.Array,
+    num_decode: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    backend: Literal["xla"] | None = None,
+) -> jax.Array:
+    """f32[T, H, D]: row s owns q[query_start[s]:query_start[s + 1]], the last positions of its context; each sees the context
+    up to itself.
+
+    q [T, H, D], cast to kv's dtype; kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced; block_tables i32[S, B];
+    context_lens i32[S] counts the row's own tokens, which are in the pool already; query_start i32[S + 1] starts with 0;
+    num_decode i32[1]: so many rows at the front have one token each. Padding rows have no tokens; tokens of no row give 0.
+    The options are those of paged_decode.
+    """
+    pool = check_pool(kv)
+    check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
+    check(q.shape[0] >= 1, f"q must hold at least one token; got {q.shape}")
+    check_ints("query_start", query_start, (block_tables.shape[0] + 1,))
+    check_ints("num_decode", num_decode, (1,))
+    check(backend in (None, "xla"), f"backend of paged_attention must be xla; got {backend}")
+    layer = check_layer(layer, pool.layers)
+    return xla.attend(
+        q,
+        kv,
+        layer,
+        block_tables,
+        context_lens,
+        query_start,
+        num_decode,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+    )

@@ -1,0 +1,42 @@
+"""paged_decode: one query token a row against the row's context in the pool."""
+
+from typing import Literal
+
+import jax
+
+from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
+from pallas_kernels.paged_decode import xla
+from pallas_kernels.paged_decode.reference import reference
+
+__all__ = ["paged_decode", "reference"]
+
+
+def paged_decode(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array | int,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    backend: Literal["xla"] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """f32[S, H, D], and with return_lse f32[S, H], the logarithm of the softmax's denominator (sink included).
+
+    q [S, H, D], cast to kv's dtype; kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced; block_tables i32[S, B];
+    context_lens i32[S] counts the query's own token, which is the last. Rows of length 0 give 0 and -inf. scale multiplies the
+    f32 scores; window: how many tokens are seen, the last included; soft_cap: scores become cap * tanh(score / cap); sinks [H]:
+    one more logit a head that has no value. Table entries past a row's length are not read, and slots past it may hold
+    anything, NaN included.
+    """
+    pool = check_pool(kv)
+    check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
+    check(q.shape[0] == block_tables.shape[0], f"q must have one token for each of {block_tables.shape[0]} rows; got {q.shape[0]}")
+    check(backend in (None, "xla"), f"backend of paged_decode must be xla; got {backend}")
+    layer = check_layer(layer, pool.layers)
+    out, lse = xla.decode(q, kv, layer, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,50 @@
+"""paged_attention against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_attention
+from pallas_kernels.common.testing import make_context, tolerance
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.cases import CASES, Case
+
+
+def run(case: Case):
+    rng = np.random.default_rng(len(case.name))
+    context = make_context(
+        rng,
+        tuple(n for n, _ in case.rows),
+        kv_heads=case.kv_heads,
+        block_size=case.block_size,
+        width=case.width,
+        stored_width=case.stored_width,
+        dtype=case.dtype,
+    )
+    heads = case.kv_heads * case.group
+    q = rng.standard_normal((case.tokens, heads, case.width)).astype(context.kv.dtype)
+    query_start = np.cumsum([0, *(n for _, n in case.rows)]).astype(np.int32)
+    options = dict(
+        scale=case.width**-0.5,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None,
+    )
+
+    @jax.jit
+    def op(q, kv, layer, tables, lens, query_start, num_decode):
+        return paged_attention(q, kv, layer, tables, lens, query_start, num_decode, **options)
+
+    num_decode = np.array([case.num_decode], np.int32)
+    out = op(q, context.kv, jnp.int32(1), context.block_tables, context.context_lens, query_start, num_decode)
+    return out, reference(q, context.kv, 1, context.block_tables, context.context_lens, query_start, **options), context
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_agrees_with_float64(case):
+    out, want, context = run(case)
+    assert out.dtype == jnp.float32 and out.shape == want.shape
+    np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(case.dtype, context.kv))
+    owned = sum(n for _, n in case.rows)
+    assert not np.asarray(out)[owned:].any()
