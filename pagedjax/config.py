@@ -1,8 +1,9 @@
 """Every number that shapes the engine, as frozen dataclasses that are validated once."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, cast
 
 from pagedjax.errors import check
 
@@ -165,9 +166,9 @@ class EngineConfig:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
 
 
-def resolve(config: EngineConfig, model: ModelConfig, platform: Literal["cpu", "gpu", "tpu"]) -> EngineConfig:
-    """The configuration with every zero and "auto" decided, but for the pool's size, which depends on free memory, and the
-    dtype of the weights, which depends on the file unless it is set."""
+def resolve(config: EngineConfig, model: ModelConfig, platform: Literal["cpu", "gpu", "tpu"], dtype: Dtype) -> EngineConfig:
+    """The configuration with every zero and "auto" decided, but for the pool's size, which depends on free memory. `dtype` is
+    that of the weights, which depends on the file unless it is set."""
     on_cpu = platform == "cpu"
     schedule = config.schedule
     check(
@@ -178,6 +179,7 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Literal["cpu", "
     lanes = schedule.max_num_seqs or (32 if on_cpu else 256)
     return replace(
         config,
+        dtype=dtype,
         cache=replace(config.cache, block_size=config.cache.block_size or (128 if platform == "tpu" else 64)),
         schedule=replace(
             schedule,
@@ -187,3 +189,29 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Literal["cpu", "
             decode_steps=schedule.decode_steps or (1 if on_cpu else 8),
         ),
     )
+
+
+# vLLM's names, where the meaning is the same, and the field each one sets.
+ALIASES = {
+    "dtype": "dtype",
+    "seed": "seed",
+    "max_model_len": "schedule.max_model_len",
+    "max_num_seqs": "schedule.max_num_seqs",
+    "max_num_batched_tokens": "schedule.max_num_batched_tokens",
+    "block_size": "cache.block_size",
+    "kv_cache_memory_bytes": "cache.kv_memory",
+    "kv_cache_dtype": "cache.kv_dtype",
+    "tensor_parallel_size": "sharding.model",
+}
+
+
+def with_options(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
+    """`config` with fields set by their path ("schedule.max_num_seqs") or by an alias of vLLM's. An unknown name is an error."""
+    for name, value in options.items():
+        section, _, leaf = ALIASES.get(name, name).rpartition(".")
+        part = getattr(config, section, None) if section else config
+        known = part is not None and leaf in getattr(part, "__dataclass_fields__", {})
+        check(known, f"an option must be a field of EngineConfig or one of {', '.join(ALIASES)}; got {name}")
+        changed = replace(cast(Any, part), **{leaf: value})
+        config = replace(config, **{section: changed}) if section else changed
+    return config

@@ -1,0 +1,234 @@
+"""EngineLoop: the one thread that owns the Engine, and the way in and out of it for everybody else."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from pagedjax.engine import Engine
+from pagedjax.errors import UserError, check
+from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent, Usage
+from pagedjax.text import IncrementalDecoder, Tokenizer
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New output of one sequence. Pieces of text joined are the whole text."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None = None
+    prompt_logprobs: tuple[Logprobs, ...] | None = None
+    finish: FinishReason | None = None
+    stop: str | int | None = None  # the stop string or stop token that ended it
+    usage: Usage | None = None
+
+
+class Stream:
+    """What a request gives, as it comes: iterate it, or `async for` it. Ends when all its sequences have."""
+
+    def __init__(self, request_id: str, sequences: int, cancel: Callable[[str], None]):
+        self.request_id = request_id
+        self.submitted = time.perf_counter()
+        self.first_token: float | None = None  # time.perf_counter() of it
+        self._left = sequences
+        self._queue: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
+        self._cancel = cancel
+        self._waker: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def cancel(self) -> None:
+        """Ends the request; its blocks are free before the next step. The stream ends with finish "cancelled"."""
+        self._cancel(self.request_id)
+
+    def put(self, item: Delta | BaseException) -> None:
+        """Called by the loop's thread."""
+        if self.first_token is None and isinstance(item, Delta) and item.tokens:
+            self.first_token = time.perf_counter()
+        self._queue.put(item)
+        if self._waker is not None:
+            loop, event = self._waker
+            with contextlib.suppress(RuntimeError):  # the reader's event loop is closed: nobody is waiting
+                loop.call_soon_threadsafe(event.set)
+
+    def _open(self, item: Delta | BaseException) -> Delta:
+        if isinstance(item, BaseException):
+            self._left = 0
+            raise item
+        self._left -= item.finish is not None
+        return item
+
+    def __iter__(self) -> Iterator[Delta]:
+        while self._left > 0:
+            yield self._open(self._queue.get())
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        event = asyncio.Event()
+        self._waker = (asyncio.get_running_loop(), event)
+        while self._left > 0:
+            event.clear()
+            while self._left > 0 and not self._queue.empty():
+                yield self._open(self._queue.get_nowait())
+            if self._left > 0 and self._queue.empty():
+                await event.wait()
+
+
+@dataclass
+class _Live:
+    """A request as the loop's thread sees it."""
+
+    stream: Stream
+    params: SamplingParams
+    decoders: list[IncrementalDecoder | None]
+    counts: list[int] = field(default_factory=list)  # output tokens of each sequence
+
+
+class EngineLoop:
+    """Runs Engine.step while there is work. `submit` and `cancel` may be called from any thread."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None):
+        """Without a tokenizer there is no text, and stop strings are refused."""
+        self.engine, self.tokenizer = engine, tokenizer
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._live: dict[str, _Live] = {}
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> Stream:
+        """Hands a request to the engine. UserError (QueueFull, too) is raised here, in the caller's thread."""
+        (result,) = self.submit_all([request])
+        if isinstance(result, UserError):
+            raise result
+        return result
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Stream | UserError]:
+        """Hands over several at once, so that they can share their first step. The error of one does not stop the others."""
+        answer: queue.SimpleQueue[list[Stream | UserError]] = queue.SimpleQueue()
+        self._send(lambda: answer.put([self._add(request) for request in requests]))
+        while True:
+            try:
+                return answer.get(timeout=1)
+            except queue.Empty:
+                self._raise_if_down()
+
+    def _add(self, request: Request) -> Stream | UserError:
+        params = request.params
+        try:
+            check(
+                not params.stop or self.tokenizer is not None,
+                f"request {request.id}: stop strings need a tokenizer; the model has none",
+            )
+            self.engine.add(request)
+        except UserError as error:
+            return error
+        stream = Stream(request.id, params.n, self.cancel)
+        self._live[request.id] = _Live(stream, params, [self._decoder(params) for _ in range(params.n)], [0] * params.n)
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request. Unknown ids are ignored, since it may just have finished."""
+        if not self._closed and self._failure is None:
+            self._send(lambda: self._deliver(self.engine.cancel(request_id)))
+
+    def close(self) -> None:
+        """Cancels everything and ends the thread. Streams that are open end with finish "cancelled"."""
+        if not self._closed:
+            self._closed = True
+            self._inbox.put(None)
+            self._thread.join()
+
+    def _send(self, command: Callable[[], None]) -> None:
+        self._raise_if_down()
+        self._inbox.put(command)
+
+    def _raise_if_down(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the engine stopped after an error") from self._failure
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+    def _decoder(self, params: SamplingParams) -> IncrementalDecoder | None:
+        if self.tokenizer is None:
+            return None
+        return IncrementalDecoder(
+            self.tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+        )
+
+    # --- the engine's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self.engine.has_work():
+                    self._deliver(self.engine.step())
+            for request_id in list(self._live):
+                self._deliver(self.engine.cancel(request_id))
+        except BaseException as error:  # every reader must learn of it, whatever it is
+            self._failure = error
+            for live in self._live.values():
+                failure = RuntimeError(f"the engine stopped after an error: {error}")
+                failure.__cause__ = error
+                live.stream.put(failure)
+            self._live.clear()
+
+    def _take_commands(self) -> bool:
+        """Runs what was sent; waits for something when there is no work. False at the end."""
+        block = not self.engine.has_work()
+        while True:
+            try:
+                command = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            block = not self.engine.has_work()
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            live = self._live.get(event.request_id)
+            if live is not None and live.counts[event.index] >= 0:
+                delta = self._delta(live, event)
+                if delta.finish is not None:
+                    live.counts[event.index] = -1
+                    if all(count < 0 for count in live.counts):
+                        del self._live[event.request_id]
+                live.stream.put(delta)
+
+    def _delta(self, live: _Live, event: TokenEvent) -> Delta:
+        """Decodes the tokens and checks stop strings; a hit ends the sequence in the engine, and what came after is dropped."""
+        delta = Delta(
+            event.index, "", event.tokens, event.logprobs, event.prompt_logprobs, event.finish, event.stop_id, event.usage
+        )
+        decoder = live.decoders[event.index]
+        if decoder is not None:
+            shown = event.tokens[:-1] if event.stop_id is not None else event.tokens
+            text = decoder.push(shown)
+            if decoder.stopped is not None:
+                stop, used = decoder.stopped
+                kept = used - live.counts[event.index]
+                usage = self.engine.finish(event.request_id, event.index, used) or _cut(event.usage, used)
+                return replace(
+                    delta,
+                    text=text,
+                    tokens=event.tokens[:kept],
+                    logprobs=None if event.logprobs is None else event.logprobs[:kept],
+                    finish="stop",
+                    stop=stop,
+                    usage=usage,
+                )
+            delta = replace(delta, text=text + (decoder.finish() if event.finish else ""))
+        live.counts[event.index] += len(event.tokens)
+        return delta
+
+
+def _cut(usage: Usage | None, generated: int) -> Usage | None:
+    return None if usage is None else replace(usage, generated=generated)

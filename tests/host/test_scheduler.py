@@ -1,0 +1,314 @@
+"""The scheduler without a device: a model whose next token is a function of what stands before it."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.errors import QueueFull, UserError
+from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.request import Request, SamplingParams, TokenEvent
+from pagedjax.host.scheduler import Plan, RowResult, Scheduler
+
+
+def next_token(tokens: list[int]) -> int:
+    return (31 * len(tokens) + sum(tokens)) % 97
+
+
+def make_scheduler(num_blocks: int = 64, **options: int) -> Scheduler:
+    defaults = dict(block_size=4, max_model_len=64, num_lanes=4, token_budget=16, max_queued=1000, decode_steps=1)
+    return Scheduler(BlockPool(num_blocks), **{**defaults, **options})
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int, **params: object) -> Request:
+    stop_ids = tuple(params.pop("stop_ids", ()))  # pyright: ignore[reportArgumentType]
+    return Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, **params), stop_ids=stop_ids)  # pyright: ignore
+
+
+class Device:
+    """Runs plans in order on a cache of slots, as a real device would: rows read only what was written to their blocks."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.size = scheduler.block_size
+        self.cache: dict[int, int] = {}
+        self.lanes: dict[int, dict] = {}
+
+    def run(self, plan: Plan) -> list[RowResult]:
+        for e in plan.entries:
+            self.lanes[e.lane] = dict(request=e.request, last=e.tokens[-1], max_len=e.max_len, stopped=False)
+        return [self.run_row(row, row.table.copy()) for row in plan.rows]
+
+    def run_row(self, row, table) -> RowResult:
+        lane, out = self.lanes[row.lane], []
+        tokens = row.tokens if row.tokens is not None else (lane["last"],)
+        for i, token in enumerate(tokens):
+            self.write(table, row.start + i, token)
+        length = row.start + len(tokens)
+        for step in range(row.steps):
+            if lane["stopped"]:
+                break
+            if step:
+                self.write(table, length, lane["last"])
+                length += 1
+            context = [self.cache[table[p // self.size] * self.size + p % self.size] for p in range(length)]
+            lane["last"] = next_token(context)
+            out.append(lane["last"])
+            stops = (
+                lane["last"] in lane["request"].stop_ids
+                and length >= len(lane["request"].prompt) + lane["request"].params.min_tokens
+            )
+            lane["stopped"] = stops or length + 1 >= lane["max_len"]
+        return RowResult(tuple(out))
+
+    def write(self, table, position: int, token: int) -> None:
+        block = table[position // self.size]
+        assert block != 0, "a real token was sent to the scrap block"
+        self.cache[block * self.size + position % self.size] = token
+
+
+def expected(request: Request, max_model_len: int) -> list[int]:
+    tokens = list(request.prompt)
+    limit = min(len(tokens) + request.params.max_tokens, max_model_len)
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.stop_ids and len(tokens) - len(request.prompt) > request.params.min_tokens:
+            break
+    return tokens[len(request.prompt) :]
+
+
+def drive(
+    scheduler: Scheduler,
+    arrivals: dict[int, list[Request]],
+    delay: int,
+    each_step: Callable[[int, Plan | None], None] = lambda *_: None,
+) -> dict[tuple[str, int], list[TokenEvent]]:
+    """Runs to the end, committing `delay` steps late; checks the pool after every step."""
+    device, events, flight, step = Device(scheduler), {}, deque(), 0
+    while scheduler.has_work() or flight or any(at >= step for at in arrivals):
+        for request in arrivals.get(step, []):
+            scheduler.add(request)
+        plan = scheduler.schedule()
+        each_step(step, plan)
+        if plan is not None:
+            assert plan.num_tokens <= scheduler.token_budget
+            assert [row.count == 1 for row in plan.rows] == sorted((row.count == 1 for row in plan.rows), reverse=True)
+            flight.append((plan, device.run(plan)))
+        while flight and len(flight) > (delay if plan is not None else 0):
+            for event in scheduler.commit(*flight.popleft()):
+                events.setdefault((event.request_id, event.index), []).append(event)
+        scheduler.pool.check(s.blocks for s in scheduler.sequences())
+        step += 1
+        assert step < 5000, "no progress"
+    assert scheduler.pool.num_free == scheduler.pool.capacity
+    return events
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [t for e in events for t in e.tokens]
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 96), min_size=1, max_size=30),  # prompt
+        st.integers(1, 30),  # max_tokens
+        st.integers(0, 12),  # arrival step
+        st.integers(1, 3),  # n
+        st.lists(st.integers(0, 96), max_size=8),  # stop ids
+        st.integers(0, 5),  # min_tokens
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    REQUESTS, st.integers(17, 40), st.integers(5, 20), st.integers(0, 1), st.sampled_from([1, 3, 16]), st.sampled_from([2, 4, 8])
+)
+def test_every_request_gets_its_tokens(requests, num_blocks, budget, delay, decode_steps, block_size) -> None:
+    """Whatever arrives, however small the pool: the tokens are those of the request alone."""
+    num_blocks = max(num_blocks, 64 // block_size + 1)
+    scheduler = make_scheduler(num_blocks, token_budget=budget, decode_steps=decode_steps, block_size=block_size)
+    arrivals: dict[int, list[Request]] = {}
+    made = []
+    for i, (prompt, max_tokens, at, n, stop_ids, min_tokens) in enumerate(requests):
+        request = make_request(f"r{i}", prompt, max_tokens, n=n, stop_ids=stop_ids, min_tokens=min(min_tokens, max_tokens))
+        arrivals.setdefault(at, []).append(request)
+        made.append(request)
+    events = drive(scheduler, arrivals, delay)
+    for request in made:
+        for index in range(request.params.n):
+            own = events[request.id, index]
+            assert tokens_of(own) == expected(request, 64)
+            assert [e.finish is not None for e in own] == [False] * (len(own) - 1) + [True]
+            assert own[-1].usage.generated == len(tokens_of(own)) and own[-1].usage.prompt == len(request.prompt)
+    assert scheduler.stats.worst_waste <= block_size - 1
+
+
+def test_a_small_pool_preempts_and_counts_what_is_recomputed() -> None:
+    scheduler = make_scheduler(num_blocks=17)
+    requests = [make_request(f"r{i}", [i, 2, 3], 40) for i in range(4)]
+    events = drive(scheduler, {0: requests}, delay=1)
+    assert scheduler.stats.preemptions > 0
+    assert sum(own[-1].usage.recomputed for own in events.values()) == scheduler.stats.recomputed_tokens > 0
+    assert events["r0", 0][-1].usage.recomputed == 0, "the oldest request is never preempted"
+    for request in requests:
+        assert tokens_of(events[request.id, 0]) == expected(request, 64)
+
+
+def test_hysteresis_keeps_preemptions_rare() -> None:
+    """A preempted request waits until it fits with room for the others to grow: about one preemption for each that has to
+    wait, not one for each block that the others take."""
+    scheduler = make_scheduler(num_blocks=33, num_lanes=8, token_budget=32)
+    drive(scheduler, {0: [make_request(f"r{i}", [i] * 4, 50) for i in range(8)]}, delay=1)
+    assert 0 < scheduler.stats.preemptions <= 16
+
+
+def test_a_sequence_never_waits_while_it_could_run() -> None:
+    """With free lanes, blocks and budget a request joins the next step, and a finished one leaves at once."""
+    scheduler = make_scheduler()
+    joined = {}
+
+    def note(step: int, plan: Plan | None) -> None:
+        for row in plan.rows if plan else ():
+            joined.setdefault(row.request_id, step)
+
+    arrivals = {at: [make_request(f"r{at}", [1, 2], 5)] for at in (0, 3, 4, 9)}
+    drive(scheduler, arrivals, delay=1, each_step=note)
+    assert joined == {"r0": 0, "r3": 3, "r4": 4, "r9": 9}
+
+
+def test_decodes_never_skip_a_step_for_lack_of_budget() -> None:
+    scheduler = make_scheduler(num_blocks=200, token_budget=6, num_lanes=4)
+    seen = {"short": []}
+
+    def note(step: int, plan: Plan | None) -> None:
+        if plan and any(row.request_id == "short" and row.start >= 2 for row in plan.rows):
+            seen["short"].append(step)
+
+    arrivals = {0: [make_request("short", [1, 2], 20)], 1: [make_request(f"long{i}", [i] * 40, 3) for i in range(3)]}
+    drive(scheduler, arrivals, delay=0, each_step=note)
+    assert seen["short"] == list(range(seen["short"][0], seen["short"][0] + 19))
+
+
+def test_prefill_is_cut_to_the_budget_and_mixed_with_decode() -> None:
+    scheduler = make_scheduler(token_budget=8)
+    kinds = set()
+
+    def note(_: int, plan: Plan | None) -> None:
+        if plan:
+            kinds.add((any(r.count == 1 for r in plan.rows), any(r.count > 1 for r in plan.rows)))
+
+    drive(scheduler, {0: [make_request("a", [1], 20)], 2: [make_request("b", [5] * 30, 3)]}, delay=1, each_step=note)
+    assert (True, True) in kinds
+
+
+def test_first_come_first_served() -> None:
+    """Nobody passes the head of the queue, even where a later one would fit."""
+    scheduler = make_scheduler(num_blocks=17)
+    order = []
+
+    def note(_: int, plan: Plan | None) -> None:
+        order.extend(e.request.id for e in plan.entries if plan) if plan else None
+
+    sizes = {"a": 40, "big": 50, "small": 1}
+    drive(scheduler, {0: [make_request(k, [1] * n, 8) for k, n in sizes.items()]}, delay=0, each_step=note)
+    assert list(dict.fromkeys(order)) == ["a", "big", "small"]
+
+
+def test_several_decode_steps_only_when_nothing_waits() -> None:
+    scheduler = make_scheduler(num_lanes=1, decode_steps=8)
+    steps = []
+    arrivals = {0: [make_request("a", [1, 2], 12), make_request("b", [3], 20)]}
+    drive(scheduler, arrivals, delay=1, each_step=lambda _, plan: steps.append(plan.steps if plan else 0))
+    first = next(i for i, s in enumerate(steps) if s > 1)
+    assert all(s <= 1 for s in steps[:first]) and max(steps) == 8
+
+
+def test_cancel_frees_everything_and_late_results_are_dropped() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3], 20, n=2))
+    scheduler.add(make_request("b", [1, 2, 3], 20))
+    device = Device(scheduler)
+    plan = scheduler.schedule()
+    results = device.run(plan)
+    events = scheduler.cancel("a")
+    assert [(e.index, e.finish) for e in events] == [(0, "cancelled"), (1, "cancelled")]
+    assert {e.request_id for e in scheduler.commit(plan, results)} == {"b"}
+    scheduler.pool.check(s.blocks for s in scheduler.sequences())
+    assert scheduler.cancel("a") == []
+    scheduler.cancel("b")
+    assert not scheduler.has_work() and scheduler.pool.num_free == scheduler.pool.capacity
+
+
+def test_finish_cuts_the_output() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3], 20))
+    device = Device(scheduler)
+    for _ in range(5):
+        plan = scheduler.schedule()
+        scheduler.commit(plan, device.run(plan))
+    usage = scheduler.finish("a", 0, 3)
+    assert usage.generated == 3 and not scheduler.has_work()
+    assert scheduler.finish("a", 0, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (make_request("x", [], 5), "must hold at least one token; got 0"),
+        (make_request("x", [1] * 64, 5), "shorter than max_model_len 64; got 64 tokens"),
+        (make_request("x", [1] * 30, 30), "need 15 blocks of 4 tokens; the pool has 9"),
+    ],
+)
+def test_what_can_never_fit_is_refused(request_: Request, message: str) -> None:
+    scheduler = make_scheduler(num_blocks=10)
+    with pytest.raises(UserError, match=message):
+        scheduler.add(request_)
+    assert not scheduler.has_work()
+
+
+def test_the_queue_is_bounded() -> None:
+    scheduler = make_scheduler(max_queued=2)
+    scheduler.add(make_request("a", [1], 5, n=2))
+    with pytest.raises(QueueFull, match="the queue may hold 2 sequences; 2 wait, 1 more came"):
+        scheduler.add(make_request("b", [1], 5))
+
+
+def test_an_id_cannot_be_used_twice_at_once() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1], 5))
+    with pytest.raises(UserError, match="request id a is already in use"):
+        scheduler.add(make_request("a", [1], 5))
+
+
+def test_budget_must_exceed_lanes() -> None:
+    with pytest.raises(UserError, match="max_num_batched_tokens must be above max_num_seqs; got 4 and 4"):
+        make_scheduler(token_budget=4, num_lanes=4)
+
+
+@pytest.mark.parametrize(("rows", "ratio"), [(8, 1.77), (32, 1.93)])
+def test_orcas_count(rows: int, ratio: float) -> None:
+    """Iterations of request-level batching over those of iteration-level scheduling, output lengths uniform in 1..128, the
+    backlog kept full. Request-level: a batch takes as long as its longest. Formula: E[max of b] / E[length]."""
+    rng = random.Random(rows)
+    count = 400 * rows
+    lengths = [rng.randint(1, 128) for _ in range(count)]
+    request_level = sum(max(lengths[i : i + rows]) for i in range(0, count, rows))
+    scheduler = Scheduler(
+        BlockPool(1 + rows * 33), block_size=4, max_model_len=132, num_lanes=rows, token_budget=64, max_queued=count, decode_steps=1
+    )
+    for i, length in enumerate(lengths):
+        scheduler.add(make_request(f"r{i}", [1], length))
+    iterations = full = 0
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, [RowResult((5,)) for _ in plan.rows])
+        iterations += 1
+        full += len(plan.rows) == rows
+    assert full > 0.97 * iterations
+    assert request_level / iterations == pytest.approx(ratio, rel=0.02)
