@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.config import LayerKind, ModelConfig, RopeConfig
-from pagedjax.device.params import ParamSpec, Stacked
+from pagedjax.device.attention import Rows, attend
+from pagedjax.device.params import Axis, ParamSpec, Stacked
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -73,6 +74,46 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+Ropes = dict[LayerKind, tuple[jax.Array, jax.Array]]
+
+
+def layer_ropes(positions: jax.Array, cfg: ModelConfig) -> Ropes:
+    """cos and sin for each kind of layer: window layers may have a rope of their own. Made once a pass, read by every layer."""
+    full = rope_tables(positions, cfg.rope, cfg.head_width)
+    return {"full": full, "window": full if cfg.local_rope is None else rope_tables(positions, cfg.local_rope, cfg.head_width)}
+
+
+def self_attention(
+    x: jax.Array,
+    w: dict[str, jax.Array],
+    kv: jax.Array,
+    index: jax.Array | int,
+    kind: LayerKind,
+    rows: Rows,
+    ropes: Ropes,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """x f32[T, M] -> (f32[T, M], the pool with this layer's keys and values). Biases and norms of q and k (each head by itself,
+    before the rotation) apply where the layer has such weights."""
+    q, k, v = (linear(x, w[name], w.get(f"{name}_bias")) for name in ("q", "k", "v"))
+    if "q_norm" in w:
+        q, k = rms_norm(q, w["q_norm"], cfg.norm_eps), rms_norm(k, w["k_norm"], cfg.norm_eps)
+    cos, sin = ropes[kind]
+    window = cfg.window if kind == "window" else None
+    out, kv = attend(
+        rotate(q, cos, sin),
+        rotate(k, cos, sin),
+        v,
+        kv,
+        index,
+        rows,
+        scale=cfg.score_scale,
+        window=window,
+        soft_cap=cfg.attention_soft_cap,
+    )
+    return join_heads(out, w["o"]), kv
+
+
 def activate(x: jax.Array, kind: str) -> jax.Array:
     return jax.nn.silu(x) if kind == "silu" else jax.nn.gelu(x, approximate=True)
 
@@ -121,8 +162,13 @@ def mlp_specs(cfg: ModelConfig, dtype: str) -> dict[str, ParamSpec]:
     }
 
 
-def norm_spec(width: int, axis: str = "embed") -> ParamSpec:
-    return ParamSpec((width,), "float32", (axis,), init="ones")  # pyright: ignore[reportArgumentType]
+def norm_spec(width: int, axis: Axis = "embed") -> ParamSpec:
+    return ParamSpec((width,), "float32", (axis,), init="ones")
+
+
+def qk_norm_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    """Norms over the width of each query and each key head."""
+    return {name: norm_spec(cfg.head_width, "head_width") for name in ("q_norm", "k_norm")}
 
 
 def decoder_specs(cfg: ModelConfig, dtype: str, vocab: int, layer: dict[str, ParamSpec]) -> dict[str, Any]:

@@ -3,9 +3,16 @@
 from types import ModuleType
 
 from pagedjax.errors import check
-from pagedjax.models import llama
+from pagedjax.models import gemma2, gemma3, llama, mistral, qwen2, qwen3
 
-ARCHITECTURES: dict[str, ModuleType] = {"llama": llama}
+ARCHITECTURES: dict[str, ModuleType] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+}
 
 
 def model_for(architecture: str) -> ModuleType:

@@ -5,20 +5,18 @@ from typing import Any
 import jax
 
 from pagedjax.config import LayerKind, ModelConfig
-from pagedjax.device.attention import Rows, attend
+from pagedjax.device.attention import Rows
 from pagedjax.device.layers import (
     attention_specs,
     decoder_specs,
     embed,
     fold_layers,
     gated_mlp,
-    join_heads,
-    linear,
+    layer_ropes,
     mlp_specs,
     norm_spec,
     rms_norm,
-    rope_tables,
-    rotate,
+    self_attention,
     unembed,
 )
 
@@ -36,19 +34,13 @@ def param_specs(cfg: ModelConfig, dtype: str, vocab: int) -> dict[str, Any]:
 
 def forward(params: dict[str, Any], tokens: jax.Array, kv: jax.Array, rows: Rows, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """tokens i32[T], the pool -> (hidden f32[T, M] after the final norm, the pool)."""
-    cos, sin = rope_tables(rows.positions, cfg.rope, cfg.head_width)
+    ropes = layer_ropes(rows.positions, cfg)
 
     def layer(carry, w: dict[str, jax.Array], index: jax.Array | int, kind: LayerKind):
         x, kv = carry
-        h = rms_norm(x, w["attention_norm"], cfg.norm_eps)
-        q = rotate(linear(h, w["q"], w.get("q_bias")), cos, sin)
-        k = rotate(linear(h, w["k"], w.get("k_bias")), cos, sin)
-        v = linear(h, w["v"], w.get("v_bias"))
-        window = cfg.window if kind == "window" else None
-        out, kv = attend(q, k, v, kv, index, rows, scale=cfg.score_scale, window=window)
-        x = x + join_heads(out, w["o"])
-        x = x + gated_mlp(rms_norm(x, w["mlp_norm"], cfg.norm_eps), w, cfg)
-        return x, kv
+        out, kv = self_attention(rms_norm(x, w["attention_norm"], cfg.norm_eps), w, kv, index, kind, rows, ropes, cfg)
+        x = x + out
+        return x + gated_mlp(rms_norm(x, w["mlp_norm"], cfg.norm_eps), w, cfg), kv
 
     x, kv = fold_layers(layer, (embed(tokens, params["embed"], cfg), kv), params["layers"], cfg)
     return rms_norm(x, params["final_norm"], cfg.norm_eps), kv
