@@ -80,7 +80,7 @@ class Engine:
         self.executables, self._write_lane = self._compile(spec, state, progress)
         self.compile_seconds = time.perf_counter() - start
         # Zeros, not undefined memory: what a masked slot holds must be finite.
-        self._state: DeviceState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), state)
+        self.state: DeviceState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), state)
         pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
             pool,
@@ -138,7 +138,7 @@ class Engine:
             self._set_lane(entry)
         bucket = pick(self.buckets, plan.num_tokens, len(plan.rows))
         buffer = pack(plan, bucket, self._fields[bucket], self.config.schedule.max_num_seqs)
-        self._state, output = self.executables[bucket].call(self._params, self._state, buffer)
+        self.state, output = self.executables[bucket].call(self._params, self.state, buffer)
         output.tokens.copy_to_host_async()
         self._in_flight.append(InFlight(plan, output))
         self.padding.computed += plan.num_tokens
@@ -149,7 +149,7 @@ class Engine:
 
     def _set_lane(self, entry: Entry) -> None:
         buffer = pack_lane(entry, self._lane_fields)
-        self._state = self._write_lane.call(self._state, np.asarray([entry.lane], np.int32), buffer)
+        self.state = self._write_lane.call(self.state, np.asarray([entry.lane], np.int32), buffer)
 
     def _results(self, done: InFlight) -> list[RowResult]:
         """The step's output by row; waits for the device. Logprobs are fetched only where a row asked for them."""

@@ -4,3 +4,46 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import functools  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+from checkpoints import load_params, open_checkpoint  # noqa: E402
+from pagedjax.config import EngineConfig, resolve, with_options  # noqa: E402
+from pagedjax.device.compile import set_compile_cache  # noqa: E402
+from pagedjax.device.sharding import make_mesh  # noqa: E402
+from pagedjax.engine import Engine  # noqa: E402
+
+STORIES = Path(__file__).parent / "golden" / "stories260K"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One persistent compilation cache for the whole run: an engine of a shape that was built before starts at once."""
+    set_compile_cache(str(tmp_path_factory.mktemp("compile-cache")))
+
+
+@functools.cache
+def load_stories(model: int, stacked: bool, dtype: str):
+    mesh = make_mesh(model)
+    checkpoint = open_checkpoint(STORIES)
+    return checkpoint, mesh, *load_params(checkpoint, dtype=dtype, mesh=mesh, stacked=stacked)  # pyright: ignore
+
+
+@pytest.fixture(scope="session")
+def stories_engine(compile_cache: None) -> Callable[..., Engine]:
+    """Builds (or takes again, when it is idle) an engine for stories260K; few and small buckets unless told otherwise."""
+
+    @functools.cache
+    def build(*, stacked: bool = False, **options) -> Engine:
+        defaults = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 16}
+        defaults |= {"buckets.decode_rows": (4,), "buckets.prefill_tokens": (32,), "cache.kv_memory": 2 << 20}
+        config = with_options(EngineConfig(), defaults | options)
+        checkpoint, mesh, params, layout = load_stories(config.sharding.model, stacked, config.dtype)
+        dtype = "float32" if config.dtype == "auto" else config.dtype
+        return Engine(checkpoint.config, layout, params, resolve(config, checkpoint.config, "cpu", dtype), mesh)
+
+    return build
