@@ -5,8 +5,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from checkpoints import load_params, open_checkpoint
@@ -18,7 +19,7 @@ from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
 from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Usage
 from pagedjax.loop import EngineLoop, Stream
-from pagedjax.text import Tokenizer, open_tokenizer
+from pagedjax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -125,7 +126,7 @@ class LLM:
         ids = tuple(self._tokenizer("a text prompt").encode(prompt)) if isinstance(prompt, str) else tuple(int(i) for i in prompt)
         words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
-            words = tuple(tuple(w) for word in params.bad_words for w in self._tokenizer("bad_words").bad_word_ids(word))
+            words = self._tokenizer("bad_words").bad_word_ids(params.bad_words)
         own = () if params.ignore_eos else self.defaults.stop_ids
         return Request(
             id=str(next(self._ids)),
@@ -203,6 +204,14 @@ class LLM:
             for _, stream in running:
                 stream.cancel()
         return [outputs[i] for i in range(len(requests))]
+
+
+def open_tokenizer(source: Path | dict[str, Any]) -> Tokenizer | None:
+    """Of a folder or of a GGUF file's metadata; None where there is none, so that prompts must be token ids."""
+    if isinstance(source, dict):
+        return tokenizer_from_gguf(source) if "tokenizer.ggml.model" in source else None
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    return load_tokenizer(source) if any((source / name).exists() for name in names) else None
 
 
 def collect(request: Request, stream: Stream, text: str | None = None) -> RequestOutput:

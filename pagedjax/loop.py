@@ -212,8 +212,10 @@ class EngineLoop:
         if decoder is not None:
             shown = event.tokens[:-1] if event.stop_id is not None else event.tokens
             text = decoder.push(shown)
-            if decoder.stopped is not None:
-                stop, used = decoder.stopped
+            if decoder.hit is None and event.finish:
+                text += decoder.finish()
+            if decoder.hit is not None:
+                used = decoder.hit.num_tokens
                 kept = used - live.counts[event.index]
                 usage = self.engine.finish(event.request_id, event.index, used) or _cut(event.usage, used)
                 return replace(
@@ -222,10 +224,10 @@ class EngineLoop:
                     tokens=event.tokens[:kept],
                     logprobs=None if event.logprobs is None else event.logprobs[:kept],
                     finish="stop",
-                    stop=stop,
+                    stop=decoder.hit.stop,
                     usage=usage,
                 )
-            delta = replace(delta, text=text + (decoder.finish() if event.finish else ""))
+            delta = replace(delta, text=text)
         live.counts[event.index] += len(event.tokens)
         return delta
 
