@@ -24,7 +24,9 @@ def model_config(raw: Json, where: str) -> ModelConfig:
         return PARSERS[str(kind)](raw, where)
     except KeyError as error:
         raise UserError(f"{where} must name {error.args[0]}; it does not") from error
-    except TypeError as error:
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"{where} holds a value of the wrong type; got {error}") from error
 
 

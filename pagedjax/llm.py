@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from checkpoints import load_params, open_checkpoint
-from checkpoints.load import resolve_dtype
+from checkpoints.load import load_params, resolve_dtype
+from checkpoints.open import open_checkpoint
 from pagedjax.config import EngineConfig, resolve, with_options
 from pagedjax.device.compile import set_compile_cache
 from pagedjax.device.sharding import make_mesh
