@@ -7,16 +7,18 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints.bind import file_specs
 from checkpoints.checkpoint import Checkpoint
-from pagedjax.config import Dtype
-from pagedjax.device.params import ParamSpec, ParamTree, ShardLayout, map_specs, pad_param, shard_layout, stack_layers
+from pagedjax.config import Dtype, ModelConfig
+from pagedjax.device.params import ParamSpec, ParamTree, ShardLayout, Stacked, map_specs, pad_param, shard_layout, stack_layers
 from pagedjax.errors import check
 from pagedjax.models import model_for
 
 Progress = Callable[[int, int], None]
+Read = Callable[[str, ParamSpec], np.ndarray]
+Put = Callable[[np.ndarray, PartitionSpec], jax.Array]
 
 
 def resolve_dtype(checkpoint: Checkpoint, dtype: Literal["auto", "float32", "bfloat16"], mesh: Mesh) -> Dtype:
@@ -36,19 +38,20 @@ def load_params(
 ) -> tuple[ParamTree, ShardLayout]:
     """The parameters, padded for and placed on the mesh (which has an axis "model"), and the layout they are padded by.
 
-    Host memory above the model is about one weight; with `stacked` the device holds one stacked weight more than the model
-    for a moment. `progress(done, total)` counts bytes on the device and is called after each weight.
+    Host memory above the model is about one weight, or one stacked weight with `stacked`. `progress(done, total)` counts bytes
+    on the device and is called after each array.
     """
     layout = shard_layout(checkpoint.config, mesh.shape["model"])
     weights_dtype = resolve_dtype(checkpoint, dtype, mesh)
     specs = model_for(layout.cfg.architecture).param_specs(layout.cfg, weights_dtype, layout.vocab)
+    put = placer(mesh, total_size(specs), progress)
     if checkpoint.restore is not None and not layout.maps:
         params = restore_all(checkpoint.restore, specs, mesh, progress)
-    else:
-        params = read_each(checkpoint, specs, layout, mesh, progress)
+        return (stack_layers(params, layout.cfg, mesh, specs) if stacked else params), layout
+    read = host_reader(checkpoint, layout)
     if stacked:
-        params = stack_layers(params, layout.cfg, mesh, specs)
-    return params, layout
+        return read_stacked(read, put, specs, layout.cfg), layout
+    return map_specs(lambda path, spec: put(read(path, spec), spec.partition()), specs), layout
 
 
 def size_of(spec: ParamSpec) -> int:
@@ -61,27 +64,55 @@ def total_size(specs: ParamTree) -> int:
     return sum(sizes)
 
 
-def read_each(checkpoint: Checkpoint, specs: ParamTree, layout: ShardLayout, mesh: Mesh, progress: Progress | None) -> ParamTree:
-    true_shapes = {path: spec.shape for path, spec in file_specs(checkpoint.config).items()}
-    total, done = total_size(specs), 0
+def placer(mesh: Mesh, total: int, progress: Progress | None) -> Put:
+    """put(array, partition): the array on the mesh, and progress told."""
+    done = 0
 
-    def one(path: str, spec: ParamSpec) -> jax.Array:
+    def put(value: np.ndarray, partition: PartitionSpec) -> jax.Array:
         nonlocal done
+        array = jax.device_put(value, NamedSharding(mesh, partition)).block_until_ready()  # else copies pile up in host memory
+        done += value.nbytes
+        if progress is not None:
+            progress(done, total)
+        return array
+
+    return put
+
+
+def host_reader(checkpoint: Checkpoint, layout: ShardLayout) -> Read:
+    """read(path, spec): a weight in host memory, padded and in the spec's dtype."""
+    true_shapes = {path: spec.shape for path, spec in file_specs(checkpoint.config).items()}
+
+    def read(path: str, spec: ParamSpec) -> np.ndarray:
         value = checkpoint.read(path)
         check(
             value.shape == true_shapes[path],
             f"weight {path} of {checkpoint.source} must have the shape {true_shapes[path]}; got {value.shape}",
         )
         # Always a copy: the array on a CPU device may be this very memory, and must not be a mapped file.
-        padded = np.array(pad_param(value, spec.axes, layout), dtype=jnp.dtype(spec.dtype), order="C")
-        array = jax.device_put(padded, spec.sharding(mesh))
-        done += size_of(spec)
-        if progress is not None:
-            array.block_until_ready()
-            progress(done, total)
-        return array
+        return np.array(pad_param(value, spec.axes, layout), dtype=jnp.dtype(spec.dtype), order="C")
 
-    return map_specs(one, specs)
+    return read
+
+
+def read_stacked(read: Read, put: Put, specs: ParamTree, cfg: ModelConfig) -> ParamTree:
+    """The parameters with layers stacked on the host, one weight of the repeating unit at a time."""
+    layers = specs["layers"]
+    size = len(cfg.layer_pattern)
+    units = len(layers) // size
+
+    def stacked(u: int, name: str, spec: ParamSpec) -> jax.Array:
+        value = np.empty((units, *spec.shape), jnp.dtype(spec.dtype))
+        for i in range(units):
+            value[i] = read(f"layers.{i * size + u}.{name}", spec)
+        return put(value, PartitionSpec(None, *spec.partition()))
+
+    one = lambda path, spec: put(read(path, spec), spec.partition())
+    params = {name: one(name, spec) for name, spec in specs.items() if name != "layers"}
+    unit = tuple({name: stacked(u, name, spec) for name, spec in layers[u].items()} for u in range(size if units else 0))
+    left = range(units * size, len(layers))
+    rest = tuple({name: one(f"layers.{i}.{name}", spec) for name, spec in layers[i].items()} for i in left)
+    return {**params, "layers": Stacked(unit=unit, rest=rest)}
 
 
 def restore_all(restore: Callable[..., dict[str, jax.Array]], specs: ParamTree, mesh: Mesh, progress: Progress | None) -> ParamTree:
