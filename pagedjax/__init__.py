@@ -1,8 +1,27 @@
-"""pagedjax: an LLM inference engine in JAX with a paged KV cache, for TPU, GPU and CPU."""
+"""pagedjax: an LLM inference engine in JAX with a paged KV cache, for TPU, GPU and CPU.
 
-from pagedjax.config import EngineConfig
-from pagedjax.errors import UserError
-from pagedjax.host.request import SamplingParams
-from pagedjax.llm import LLM, RequestOutput, Score
+The public names are loaded when they are first asked for (PEP 562): `pagedjax --help` does not wait for JAX. `__init__.pyi` tells
+type checkers the same names.
+"""
 
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "Score", "UserError"]
+import importlib
+from typing import Any
+
+HOME = {
+    "LLM": "pagedjax.llm",
+    "EngineConfig": "pagedjax.config",
+    "RequestOutput": "pagedjax.llm",
+    "SamplingParams": "pagedjax.host.request",
+    "Score": "pagedjax.llm",
+    "UserError": "pagedjax.errors",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted(HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(HOME[name]), name)

@@ -166,6 +166,11 @@ class EngineConfig:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
 
 
+def default_block_size(platform: Literal["cpu", "gpu", "tpu"]) -> int:
+    """P where none is asked for, tokens."""
+    return 128 if platform == "tpu" else 64
+
+
 def resolve(config: EngineConfig, model: ModelConfig, platform: Literal["cpu", "gpu", "tpu"], dtype: Dtype) -> EngineConfig:
     """The configuration with every zero and "auto" decided, but for the pool's size, which depends on free memory. `dtype` is
     that of the weights, which depends on the file unless it is set."""
@@ -180,7 +185,7 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Literal["cpu", "
     return replace(
         config,
         dtype=dtype,
-        cache=replace(config.cache, block_size=config.cache.block_size or (128 if platform == "tpu" else 64)),
+        cache=replace(config.cache, block_size=config.cache.block_size or default_block_size(platform)),
         schedule=replace(
             schedule,
             max_model_len=schedule.max_model_len or longest,

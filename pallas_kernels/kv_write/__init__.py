@@ -4,15 +4,20 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from pallas_kernels.common.dispatch import Backend as Choice
+from pallas_kernels.common.dispatch import run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, pad_axis
 from pallas_kernels.kv_write import xla
 from pallas_kernels.kv_write.reference import reference
 
-__all__ = ["kv_write", "reference"]
+__all__ = ["BACKENDS", "kv_write", "reference"]
 
 Backend = Literal["xla_tokens", "xla_blocks"]
+BACKENDS = (
+    Choice("xla_blocks", ("tpu",), "rewrites whole blocks: there XLA copies the pool for a write of single tokens"),
+    Choice("xla_tokens", (), "scatters single tokens, which is in place here"),
+)
 
 
 def kv_write(
@@ -49,7 +54,4 @@ def kv_write(
     def blocks(kv, k, v, layer, slots):
         return xla.write_blocks(kv, k, v, layer, slots, num_rows=num_rows)
 
-    args = (kv, k, v, layer, slots)
-    if backend is None:
-        return lax.platform_dependent(*args, tpu=blocks, default=tokens)
-    return tokens(*args) if backend == "xla_tokens" else blocks(*args)
+    return run(BACKENDS, {"xla_tokens": tokens, "xla_blocks": blocks}, (kv, k, v, layer, slots), backend)

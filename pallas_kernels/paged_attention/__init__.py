@@ -4,11 +4,14 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.reference import reference
 
-__all__ = ["paged_attention", "reference"]
+__all__ = ["BACKENDS", "paged_attention", "reference"]
+
+BACKENDS = (Backend("xla", (), "a loop over blocks with an online softmax"),)
 
 
 def paged_attention(

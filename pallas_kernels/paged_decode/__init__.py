@@ -4,11 +4,14 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
 from pallas_kernels.paged_decode import xla
 from pallas_kernels.paged_decode.reference import reference
 
-__all__ = ["paged_decode", "reference"]
+__all__ = ["BACKENDS", "paged_decode", "reference"]
+
+BACKENDS = (Backend("xla", (), "a loop over blocks with an online softmax"),)
 
 
 def paged_decode(

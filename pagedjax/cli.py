@@ -1,0 +1,119 @@
+"""The `pagedjax` command: what can be said on the command line, and how its errors end.
+
+Only the configuration is imported here. A command's own module, and JAX with it, is loaded by name once the arguments are right,
+so that --help and a wrong flag answer at once.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from pagedjax.errors import UserError
+from pagedjax.flags import engine_flags, sampling_flags
+
+EngineFlags: Any = engine_flags()
+GenerateFlags: Any = sampling_flags(max_tokens=256)
+ChatFlags: Any = sampling_flags(max_tokens=None, without=("n", "logprobs", "prompt_logprobs"))
+
+Model = Annotated[
+    str,
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="MODEL", help="A Hugging Face folder or hub id, a GGUF file, or a folder written by `pagedjax convert`."),
+]
+
+
+def each(what: str, metavar: str) -> Any:
+    return tyro.conf.arg(help=f"{what} May be given several times.", metavar=metavar, help_behavior_hint="")
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Complete prompts. Text goes to stdout, everything else to stderr."""
+
+    model: Model
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, each("A prompt.", "TEXT")] = ()
+    prompt_file: Annotated[
+        tuple[str, ...],
+        tyro.conf.UseAppendAction,
+        each("A text file that is one prompt, or a .jsonl file with one on each line: a string or token ids.", "FILE"),
+    ] = ()
+    prompt_ids: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, each("A prompt as token ids, with commas between them.", "1,2,3")
+    ] = ()
+    json: bool = False  # print one JSON object for each prompt, on one line
+    stream: bool = True  # print text as it comes
+    sampling: GenerateFlags = field(default_factory=GenerateFlags)  # pyright: ignore[reportInvalidTypeForm]
+    engine: EngineFlags = field(default_factory=EngineFlags)  # pyright: ignore[reportInvalidTypeForm]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Talk to a model. /reset forgets the conversation, Ctrl-C stops an answer, /exit or Ctrl-D leaves."""
+
+    model: Model
+    system: Annotated[str, tyro.conf.arg(help="What the model is told first.", metavar="TEXT", help_behavior_hint="")] = ""
+    sampling: ChatFlags = field(default_factory=ChatFlags)  # pyright: ignore[reportInvalidTypeForm]
+    engine: EngineFlags = field(default_factory=EngineFlags)  # pyright: ignore[reportInvalidTypeForm]
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compile every shape of a model into the persistent cache, and list what each costs."""
+
+    model: Model
+    engine: EngineFlags = field(default_factory=EngineFlags)  # pyright: ignore[reportInvalidTypeForm]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Write a model as an Orbax folder, which loads straight into shards."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC", help="Any kind of model that the others take.")]
+    destination: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST", help="The folder to write; must not exist.")]
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the matrices; auto: as in the file
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what pagedjax finds on this machine: versions, devices, the compile cache, and the kernel of each op."""
+
+    compile_cache: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = EngineFlags().compile_cache  # folder of the compilation cache
+
+
+COMMANDS: dict[str, Any] = {"generate": Generate, "chat": Chat, "compile": Compile, "convert": Convert, "doctor": Doctor}
+
+
+def parse(args: Sequence[str]) -> Any:
+    """The command that was given; SystemExit(2) with an explanation on stderr where the arguments are wrong."""
+    return tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="pagedjax",
+        description="LLM inference in JAX with a paged KV cache.",
+        args=list(args),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command; its exit code. 2: the user can mend it; 130: Ctrl-C; 141: nobody reads stdout any more."""
+    command = parse(sys.argv[1:] if args is None else args)
+    try:
+        importlib.import_module(f"pagedjax.commands.{type(command).__name__.lower()}").run(command)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"pagedjax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):  # or Python complains when it flushes stdout at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0

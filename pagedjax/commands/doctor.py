@@ -1,0 +1,99 @@
+"""`pagedjax doctor`: what this machine has, and what pagedjax will do with it."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from pagedjax import terminal
+from pagedjax.commands.cache import entries
+from pagedjax.config import default_block_size
+from pallas_kernels import OPS
+from pallas_kernels.common.dispatch import Backend, choose
+
+KERNELS = ("mosaic_tpu", "mosaic_gpu")  # the modules in which an op's Pallas kernels live
+
+
+def run(command: Any) -> None:
+    """`command` is cli.Doctor. Prints to stdout."""
+    console = Console(highlight=False, soft_wrap=True)
+    for title, rows in (
+        ("versions", versions()),
+        ("devices", devices()),
+        ("compile cache", cache(command.compile_cache)),
+        ("ops", ops(jax.devices()[0])),
+    ):
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        for row in rows:
+            table.add_row(*row)
+        console.print(table, "")
+
+
+def versions() -> list[tuple[str, str]]:
+    """Of Python, of pagedjax, and of what it asks for."""
+    asked = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in requirements() if "extra ==" not in line]
+    names = ["pagedjax", *sorted({*asked, "jaxlib"})]
+    return [("python", f"{platform.python_version()} on {platform.platform()}"), *((name, version(name)) for name in names)]
+
+
+def requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires("pagedjax") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def devices() -> list[tuple[str, str]]:
+    """Every device that JAX finds, its memory, and the host."""
+    found = jax.devices()
+    memory = [(device.memory_stats() or {}).get("bytes_limit") for device in found]
+    rows = [
+        (f"{device.platform} {device.id}", f"{device.device_kind}{f', {terminal.size(limit)}' if limit else ''}")
+        for device, limit in zip(found, memory, strict=True)
+    ]
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rows.append(("host", f"{os.cpu_count()} cores, {terminal.size(free)} of {terminal.size(total)} memory free"))
+    platform_name: Any = found[0].platform
+    return [*rows, ("block size", f"{default_block_size(platform_name)} tokens, unless --block-size says another")]
+
+
+def cache(folder: str) -> list[tuple[str, str]]:
+    if not folder:
+        return [("folder", "none: every start compiles anew")]
+    held = entries(folder)
+    return [("folder", folder), ("entries", f"{len(held)}, {terminal.size(sum(path.stat().st_size for path in held))}")]
+
+
+def ops(device: Any) -> list[tuple[str, str, str]]:
+    """For each op the backend that it uses on this device and why, and why not the others."""
+    rows = []
+    for op, backends in OPS.items():
+        used = choose(backends, platform_of(device))
+        rows.append((op, used.name, used.why))
+        rows += [("", f"not {b.name}", f"is for {where(b)}: {b.why}") for b in backends if b is not used]
+        missing = [name for name in KERNELS if importlib.util.find_spec(f"pallas_kernels.{op}.{name}") is None]
+        rows += [("", f"not {name}", "no such Pallas kernel yet") for name in missing]
+    return rows
+
+
+def where(backend: Backend) -> str:
+    return " and ".join(backend.platforms) or "other platforms"
+
+
+def platform_of(device: Any) -> str:
+    """As the lowering of JAX names it: a GPU is "cuda" or "rocm"."""
+    return device.client.platform if device.platform == "gpu" else device.platform

@@ -1,0 +1,28 @@
+"""Starts a model for a command, with progress bars and one line that says what was decided."""
+
+from typing import Any
+
+from pagedjax import terminal
+from pagedjax.flags import engine_config
+from pagedjax.llm import LLM
+
+
+def start(model: str, flags: Any) -> LLM:
+    """`flags` are parsed engine flags. UserError for whatever is wrong with the model or the flags."""
+    config = engine_config(flags)
+    with terminal.progress() as report:
+        llm = LLM(model, config=config, progress=report)
+    terminal.note(facts(llm))
+    return llm
+
+
+def facts(llm: LLM) -> str:
+    """What the engine decided at start, for one line."""
+    engine = llm.engine
+    config, device = engine.config, engine.mesh.devices.flat[0]
+    schedule, pool = config.schedule, engine.scheduler.pool
+    return (
+        f"{engine.model.architecture} in {config.dtype} on {engine.mesh.size} {device.platform}, context {schedule.max_model_len}, "
+        f"{schedule.max_num_seqs} lanes, {schedule.max_num_batched_tokens} tokens a step, "
+        f"pool of {pool.capacity} blocks of {config.cache.block_size} tokens"
+    )
