@@ -5,17 +5,17 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-import functools  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from pathlib import Path  # noqa: E402
+import functools
+from collections.abc import Callable
+from pathlib import Path
 
-import pytest  # noqa: E402
+import pytest
 
-from checkpoints import load_params, open_checkpoint  # noqa: E402
-from pagedjax.config import EngineConfig, resolve, with_options  # noqa: E402
-from pagedjax.device.compile import set_compile_cache  # noqa: E402
-from pagedjax.device.sharding import make_mesh  # noqa: E402
-from pagedjax.engine import Engine  # noqa: E402
+from checkpoints import load_params, open_checkpoint
+from pagedjax.config import EngineConfig, resolve, with_options
+from pagedjax.device.compile import set_compile_cache
+from pagedjax.device.sharding import make_mesh
+from pagedjax.engine import Engine
 
 STORIES = Path(__file__).parent / "golden" / "stories260K"
 

@@ -19,7 +19,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def make_scheduler(num_blocks: int = 64, **options: int) -> Scheduler:
-    defaults = dict(block_size=4, max_model_len=64, num_lanes=4, token_budget=16, max_queued=1000, decode_steps=1)
+    defaults = {"block_size": 4, "max_model_len": 64, "num_lanes": 4, "token_budget": 16, "max_queued": 1000, "decode_steps": 1}
     return Scheduler(BlockPool(num_blocks), **{**defaults, **options})
 
 
@@ -38,7 +38,7 @@ class Device:
 
     def run(self, plan: Plan) -> list[RowResult]:
         for e in plan.entries:
-            self.lanes[e.lane] = dict(request=e.request, last=e.tokens[-1], max_len=e.max_len, stopped=False)
+            self.lanes[e.lane] = {"request": e.request, "last": e.tokens[-1], "max_len": e.max_len, "stopped": False}
         return [self.run_row(row, row.table.copy()) for row in plan.rows]
 
     def run_row(self, row, table) -> RowResult:
