@@ -64,7 +64,7 @@ def penalize_repetition(logits: jax.Array, rows: LaneState, length: jax.Array) -
     arXiv 1909.05858, as in vLLM and Transformers)."""
     seen = _counts(rows, jnp.zeros_like(length), length, logits.shape[1]) > 0
     penalty = rows.repetition[:, None]
-    changed = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    changed = jnp.where(logits > 0, logits * (1 / rows.repetition)[:, None], logits * penalty)  # the reciprocal: see `scaled`
     return jnp.where(seen & (penalty != 1), changed, logits)
 
 

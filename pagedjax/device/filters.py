@@ -19,22 +19,33 @@ NUM_CANDIDATES = 128  # keys looked at before a row is bisected; [32, 32000] on 
 def row_sum(x: jax.Array) -> jax.Array:
     """f32[..., V] -> f32[...]: the sum over the last axis, in an order that zeros added behind do not change.
 
-    128 running sums side by side, then their sum; it is also more precise than one running sum.
+    128 sums side by side, each a tree of 16-fold nodes (XLA rearranges longer sums depending on their length), then their sum.
+    It is also more precise than one running sum.
     """
     *lead, width = x.shape
-    groups = -(-width // 128)
-    if groups * 128 != width:
-        x = jnp.pad(x, (*[(0, 0)] * len(lead), (0, groups * 128 - width)))
-    return x.reshape(*lead, groups, 128).sum(axis=-2).sum(axis=-1)
+    nodes = -(-width // 128)
+    x = _padded(x, nodes * 128).reshape(*lead, nodes, 128)
+    while nodes > 1:
+        nodes = -(-nodes // 16)
+        x = _padded(x, nodes * 16, axis=-2).reshape(*lead, nodes, 16, 128).sum(axis=-2)
+    return x.reshape(*lead, 8, 16).sum(axis=-2).sum(axis=-1)
+
+
+def _padded(x: jax.Array, size: int, *, axis: int = -1) -> jax.Array:
+    """x with zeros behind along an axis."""
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, pads) if pads[axis][1] else x
 
 
 def scaled(x: jax.Array, temperature: jax.Array) -> jax.Array:
-    """(x - max) / temperature, f32[S, V]: at most 0, and 0 only at the best tokens unless the division rounds to it.
+    """(x - max) * (1 / temperature), f32[S, V], at most 0. temperature f32[S] is positive.
 
-    +inf logits share the whole mass. A row of nothing but -inf stays as it is. temperature f32[S] is positive.
+    +inf logits share the whole mass. A row of nothing but -inf stays as it is. The reciprocal is taken in the open because XLA
+    may or may not take it by itself, depending on what it fuses, and the last bit would depend on that.
     """
     best = jnp.max(x, axis=-1, keepdims=True)
-    z = jnp.where(x == best, 0.0, (x - best) / temperature[:, None])
+    z = jnp.where(x == best, 0.0, (x - best) * (1 / temperature)[:, None])
     return jnp.where(x == -jnp.inf, -jnp.inf, z)
 
 
