@@ -115,6 +115,11 @@ class Engine:
         """Ends one sequence after its first num_tokens output tokens."""
         return self.scheduler.finish(request_id, index, num_tokens)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the parameters, padding for shards included, over all devices (what each holds of its own)."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._in_flight)
 

@@ -127,7 +127,7 @@ class EngineLoop:
         except UserError as error:
             return error
         stream = Stream(request.id, params.n, self.cancel)
-        self._live[request.id] = _Live(stream, params, [self._decoder(params) for _ in range(params.n)], [0] * params.n)
+        self._live[request.id] = _Live(stream, params, [self._decoder(request) for _ in range(params.n)], [0] * params.n)
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -152,14 +152,16 @@ class EngineLoop:
         if self._closed:
             raise RuntimeError("the engine is closed")
 
-    def _decoder(self, params: SamplingParams) -> IncrementalDecoder | None:
+    def _decoder(self, request: Request) -> IncrementalDecoder | None:
         if self.tokenizer is None:
             return None
+        params = request.params
         return IncrementalDecoder(
             self.tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens,
+            after=request.prompt,
         )
 
     # --- the engine's thread ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Llama in NumPy float64, straight from a Hugging Face folder: no cache, no blocks, no batching. What the engine must agree with."""
+"""Llama in NumPy float64, straight from a Hugging Face folder: no cache, no blocks, no batching. The engine must agree with it."""
 
 import json
 from functools import cached_property

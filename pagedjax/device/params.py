@@ -107,6 +107,27 @@ def stack_layers(params: ParamTree, cfg: ModelConfig, mesh: Mesh, specs: ParamTr
     return {**params, "layers": Stacked(unit=unit, rest=tuple(layers[units * size :]))}
 
 
+def abstract_params(specs: ParamTree, cfg: ModelConfig, mesh: Mesh, *, stacked: bool) -> ParamTree:
+    """The tree as ShapeDtypeStructs with shardings: what a step can be compiled from without any weights."""
+
+    def array(shape: tuple[int, ...], dtype: str, *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    tree = map_specs(lambda _, spec: array(spec.shape, spec.dtype, *spec.partition()), specs)
+    if not stacked:
+        return tree
+    size = len(cfg.layer_pattern)
+    units = cfg.num_layers // size
+
+    def unit(layer: dict[str, ParamSpec]) -> dict[str, Any]:
+        return {name: array((units, *spec.shape), spec.dtype, None, *spec.partition()) for name, spec in layer.items()}
+
+    layers = Stacked(
+        unit=tuple(unit(layer) for layer in specs["layers"][:size]) if units else (), rest=tuple(tree["layers"][units * size :])
+    )
+    return {**tree, "layers": layers}
+
+
 # --- padding for shards -------------------------------------------------------------------------------------------------
 
 

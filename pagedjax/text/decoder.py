@@ -21,11 +21,21 @@ class IncrementalDecoder:
 
     Held back are at most three bytes of an unfinished UTF-8 character (a byte that cannot go on is shown as U+FFFD at once) and
     the longest end of the text that may still grow into a stop string. Of several stop strings the one that is complete first
-    wins; if two end at the same character, the longer one. Without a hit, the pieces from `push` and `finish` joined are exactly
+    wins; if two end at the same character, the longer one. Without a hit and with nothing before, the pieces from `push` and `finish` joined are exactly
     `tokenizer.decode` of all tokens. Each token costs time proportional to its own characters times the number of stop strings.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: tuple[str, ...] = (), include_stop: bool = False, skip_special: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+        after: Iterable[int] = (),
+    ):
+        """`after`: the tokens before the first one. Where they spell anything, the text goes on and does not start: a vocabulary
+        that drops the space before a text's first word keeps it then."""
         check(not isinstance(stop, str) and all(stop), f"stop must be a tuple of non-empty strings; got {stop!r}")
         self._tokenizer = tokenizer
         self._skip_special = skip_special
@@ -34,8 +44,8 @@ class IncrementalDecoder:
         self._matched = [0] * len(self._stops)  # characters of each stop string that the text ends with
         self._held = ""
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._first = True
-        self._strip = tokenizer.spelling.strip_left
+        self._first = all(token in tokenizer.special_ids for token in after)
+        self._strip = tokenizer.spelling.strip_left if self._first else 0
         self._num_tokens = 0
         self.hit: StopHit | None = None  # set by the push (or finish) that completes a stop string
 

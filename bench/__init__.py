@@ -1,0 +1,1 @@
+"""Benchmarks. Each prints one JSON line; none is a test."""
