@@ -23,10 +23,11 @@ Pass = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def compiled_pass(cfg: ModelConfig) -> Pass:
-    """(params, tokens, kv, rows) -> (logits of every token, kv)."""
+    """(params, tokens, kv, rows) -> (logits of every token, kv). Nearly all the time of these tests is compilation, so LLVM's
+    optimizations, a third of it, are off."""
     model = model_for(cfg.architecture)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def one_pass(params, tokens, kv, rows):
         hidden, kv = model.forward(params, tokens, kv, rows, cfg)
         return model.logits(params, hidden, cfg), kv
