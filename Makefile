@@ -2,27 +2,36 @@
 # make test    install, run the tests (what .ci/run calls)
 # make lint    ruff and pyright, as CI does
 # make models  fetch the model that the demo and some tests use
+# make vocabs  fetch vocabularies of other models, for more tests of tokenizers (77 MB)
 # make aot     compile the whole step for TPU v5e, without a TPU
 # make bench   bench/offline.py on the demo's model
+# make clean   remove all that these made
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
+# The uv on the PATH, or else our own, which the rule below makes with any Python that can.
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
+OWN_UV := $(filter .tools/bin/uv,$(UV))
 PY := .venv/bin/python
 GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint models install aot bench clean
+.PHONY: demo test lint models vocabs install aot bench clean
 
 # --- environment ---------------------------------------------------------------------------------------------------------
 
 .tools/bin/uv:
-	@for python in python3.12 python3 python; do command -v $$python >/dev/null && $$python -c 'import venv' 2>/dev/null && break; done; \
-	  $$python -m venv .tools && .tools/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@for python in python3.12 python3 python; do \
+	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "pagedjax needs uv, or a Python >= 3.8 with venv to get it with; found neither" >&2; exit 1; fi; \
+	echo "making .tools with uv"; \
+	$$found -m venv .tools && .tools/bin/python -m pip install --quiet --disable-pip-version-check uv
 
-.venv/ready: pyproject.toml constraints.txt .python-version | $(if $(filter .tools/bin/uv,$(UV)),.tools/bin/uv)
-	$(UV) venv --quiet --allow-existing --python "$$(cat .python-version)" .venv
-	$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --editable . --group dev
+.venv/ready: pyproject.toml constraints.txt .python-version | $(OWN_UV)
+	@echo "making .venv"
+	@$(UV) venv --quiet --allow-existing --python "$$(cat .python-version)" .venv
+	@$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable . --group dev
 	@touch $@
 
 install: .venv/ready
@@ -30,15 +39,17 @@ install: .venv/ready
 # --- model ---------------------------------------------------------------------------------------------------------------
 
 $(GGUF): | .venv/ready
-	@mkdir -p .models
-	$(PY) -m examples.fetch_smollm2 --uv "$(UV)" $@
+	@$(PY) -m examples.fetch_smollm2 --uv "$(UV)" $@
 
 models: $(GGUF)
+
+vocabs: .venv/ready
+	$(PY) tests/golden/fetch_vocabs.py --uv "$(UV)"
 
 # --- what people run -----------------------------------------------------------------------------------------------------
 
 demo: .venv/ready $(GGUF)
-	$(PY) -m examples.demo $(GGUF)
+	@$(PY) -m examples.demo $(GGUF)
 
 test: .venv/ready
 	$(PY) -m pytest --cov --cov-report=term:skip-covered
@@ -52,7 +63,7 @@ bench: .venv/ready $(GGUF)
 	$(PY) -m bench.offline $(GGUF)
 
 aot: .venv/ready
-	$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --editable '.[aot-tpu]'
+	$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable '.[aot-tpu]'
 	$(PY) -m pytest -m aot_tpu
 
 clean:
