@@ -15,6 +15,8 @@ OWN_UV := $(filter .tools/bin/uv,$(UV))
 PY := .venv/bin/python
 GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 export JAX_PLATFORMS ?= cpu
+# Trust what the system trusts: some networks have a certificate of their own.
+export UV_SYSTEM_CERTS ?= true
 
 .PHONY: demo test lint models vocabs install aot bench clean
 

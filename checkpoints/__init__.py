@@ -1,6 +1,5 @@
 """Files <-> parameter trees: Hugging Face folders, GGUF files, and Orbax folders written by `checkpoints.convert`."""
 
-import pagedjax  # noqa: F401  (first: pagedjax imports LLM, which imports modules of this package; so either may be imported first)
 from checkpoints.checkpoint import Checkpoint, GenerationDefaults
 from checkpoints.load import load_params
 from checkpoints.open import open_checkpoint
