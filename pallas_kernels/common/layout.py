@@ -74,9 +74,9 @@ def check_queries(
     check(sinks is None or sinks.shape == (heads,), f"sinks must be [{heads}]; got {None if sinks is None else sinks.shape}")
 
 
-def ceil_div(a, b: int):
-    """Rounded up, for integers of Python or of JAX that are not negative."""
-    return lax.div(a + (b - 1), jnp.int32(b)) if isinstance(a, jax.Array) else -(-a // b)
+def ceil_div(a: jax.Array, b: int) -> jax.Array:
+    """a / b rounded up, for a that is not negative."""
+    return lax.div(a + (b - 1), jnp.int32(b))
 
 
 def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -93,9 +93,14 @@ def flat_blocks(kv: jax.Array) -> jax.Array:
     return kv.reshape(-1, *kv.shape[3:])
 
 
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index] along the first axis; every index must be inside."""
+    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
 def take_blocks(flat: jax.Array, index: jax.Array) -> jax.Array:
-    """flat[index]; every index must be inside."""
-    return flat.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    """flat_blocks(kv)[index], [..., K, P, D']; every index must be inside."""
+    return take(flat, index)
 
 
 def scores(raw: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:

@@ -3,7 +3,6 @@
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend as Choice
 from pallas_kernels.common.dispatch import run

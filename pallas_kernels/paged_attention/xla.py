@@ -31,8 +31,9 @@ def attend(
     q = q.astype(kv.dtype)
     short = min(rows, tokens)
     lens = jnp.where(jnp.arange(short) < num_decode[0], context_lens[:short], 0)
-    options = dict(scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    decoded, _ = decode(q[:short], kv, layer, block_tables[:short], lens, **options)
+    decoded, _ = decode(
+        q[:short], kv, layer, block_tables[:short], lens, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
 
     tile = min(QUERY_TILE, tokens)
     counts = query_start[1:] - query_start[:-1]
@@ -47,7 +48,8 @@ def attend(
         part = lax.dynamic_slice_in_dim(padded, start, tile)
         position = context_lens[row] - counts[row] + begin
         live = counts[row] - begin
-        new = attend_tile(part, kv, layer, block_tables[row], position, live, **options)
+        table = block_tables[row]
+        new = attend_tile(part, kv, layer, table, position, live, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
         old = lax.dynamic_slice_in_dim(out, start, tile)
         new = jnp.where((jnp.arange(tile) < live)[:, None, None], new, old)
         return lax.dynamic_update_slice_in_dim(out, new, start, 0)
@@ -79,7 +81,7 @@ def attend_tile(
     group = heads // kv_heads
     per_chunk = max(1, min(CHUNK // block_size, block_table.shape[0]))
     chunk = per_chunk * block_size
-    table = pad_axis(block_table, 0, ceil_div(block_table.shape[0], per_chunk) * per_chunk)
+    table = pad_axis(block_table, 0, -(-block_table.shape[0] // per_chunk) * per_chunk)
     flat = flat_blocks(kv)
     q = pad_axis(q, 2, width).reshape(tile, kv_heads, group, width).transpose(1, 0, 2, 3).reshape(kv_heads, tile * group, width)
     query = jnp.repeat(position + jnp.arange(tile), group)
@@ -109,6 +111,6 @@ def attend_tile(
     shape = (kv_heads, tile * group)
     start = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
     top, total, acc = lax.fori_loop(begin // chunk, ceil_div(end, chunk), step, start)
-    sinks = None if sinks is None else jnp.tile(sinks.reshape(kv_heads, group), (1, tile))
+    sinks = None if sinks is None else jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, tile))
     out, _ = finish(top, total, acc, sinks)
     return out.reshape(kv_heads, tile, group, width).transpose(1, 0, 2, 3).reshape(tile, heads, width)[..., :head_width]

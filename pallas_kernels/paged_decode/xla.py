@@ -1,10 +1,21 @@
-"""paged_decode in XLA: a loop over blocks with an online softmax; the whole context is never gathered."""
+"""paged_decode in XLA: a loop over the live blocks of all rows with an online softmax; the whole context is never gathered.
+
+The work is one list of (row, block) pairs, row after row, so that rows of different lengths cost what they hold: an iteration
+takes the next few pairs, makes a partial softmax of each, and folds them into the state of their rows.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import MASKED, ceil_div, flat_blocks, pad_axis, scores, take_blocks
+from pallas_kernels.common.layout import MASKED, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
+
+STEP_BYTES = 4 << 20  # K and V moved in an iteration, about
+
+
+def pairs_per_step(rows: int, blocks: int, block_bytes: int) -> int:
+    """How many (row, block) pairs an iteration takes: enough to pay for its overhead, few for few rows, whose lists are short."""
+    return max(1, min(STEP_BYTES // block_bytes, 4 * rows, rows * blocks))
 
 
 def decode(
@@ -19,42 +30,70 @@ def decode(
     soft_cap: float | None,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(f32[S, H, D], f32[S, H]); shapes as in the op. Moves the K and V of S blocks an iteration, as many iterations as the
-    longest row has blocks (inside its window)."""
-    rows, heads, head_width = q.shape
-    if rows == 1:  # with one row XLA:CPU re-lays the whole pool around the gather
+    """(f32[S, H, D], f32[S, H]); shapes as in the op. Reads each live block once, and writes and reads a copy of it."""
+    wanted, heads, head_width = q.shape
+    if wanted == 1:  # with one row XLA:CPU re-lays the whole pool around the gather
         q, block_tables, context_lens = pad_axis(q, 0, 2), pad_axis(block_tables, 0, 2), pad_axis(context_lens, 0, 2)
     _, blocks, _, kv_heads, block_size, width = kv.shape
-    n = q.shape[0]
-    group = heads // kv_heads
-    q = pad_axis(q.astype(kv.dtype), 2, width).reshape(n, kv_heads, group, width)
+    rows, group = q.shape[0], heads // kv_heads
+    block_bytes = 2 * kv_heads * block_size * width * kv.dtype.itemsize
+    pairs = pairs_per_step(rows, block_tables.shape[1], block_bytes)
+    near = min(pairs, rows)  # rows that the pairs of an iteration can belong to
+    q = pad_axis(q.astype(kv.dtype), 2, width).reshape(rows, kv_heads, group, width)
     flat = flat_blocks(kv)
-    begin = jnp.zeros_like(context_lens) if window is None else jnp.maximum(context_lens - window, 0)
+
+    # Live rows first, so that the rows of neighbouring pairs are neighbours. The same in every layer: computed once a step.
+    live = context_lens > 0
+    (order,) = jnp.nonzero(live, size=rows, fill_value=rows - 1)
+    q, tables = take(q, order), take(block_tables, order)
+    lens = jnp.where(jnp.arange(rows) < jnp.sum(live), take(context_lens, order), 0)
+    begin = jnp.zeros_like(lens) if window is None else jnp.maximum(lens - window, 0)
     first = begin // block_size
-    count = ceil_div(context_lens, block_size) - first
+    counts = ceil_div(lens, block_size) - first
+    ends = jnp.cumsum(counts)
 
     def step(i, carry):
-        top, total, acc = carry
-        ids = jnp.take_along_axis(block_tables, jnp.minimum(first + i, block_tables.shape[1] - 1)[:, None], 1)[:, 0]
-        at = 2 * (layer * blocks + jnp.where(i < count, ids, 0))
+        pair = i * pairs + jnp.arange(pairs)
+        row = jnp.minimum(jnp.sum(ends[:, None] <= pair, 0, dtype=jnp.int32), rows - 1)
+        real = pair < ends[-1]
+        block = jnp.where(real, pair - (take(ends, row) - take(counts, row)) + take(first, row), 0)
+        at = 2 * (layer * blocks + jnp.where(real, tables[row, block], 0))
+        place = block[:, None] * block_size + jnp.arange(block_size)
+        seen = (place >= take(begin, row)[:, None]) & (place < take(lens, row)[:, None]) & real[:, None]
+        base = jnp.minimum(row[0], rows - near)
+        # Kept apart from what follows, or the gathers compute all this again for every element.
+        at, seen, row, base = lax.optimization_barrier((at, seen, row, base))
         k, v = take_blocks(flat, at), take_blocks(flat, at + 1)
-        place = (first + i)[:, None] * block_size + jnp.arange(block_size)
-        seen = (place >= begin[:, None]) & (place < context_lens[:, None])
-        s = scores(jnp.einsum("skgd,skpd->skgp", q, k, preferred_element_type=jnp.float32), scale, soft_cap)
-        s = jnp.where(seen[:, None, None], s, MASKED)
         v = jnp.where(seen[:, None, :, None], v, 0)  # 0 * NaN is NaN
-        new_top = jnp.maximum(top, s.max(-1))
-        p = jnp.exp(s - new_top[..., None])
-        p = jnp.where(seen[:, None, None], p, 0)
-        keep = jnp.exp(top - new_top)
-        acc = acc * keep[..., None] + jnp.einsum("skgp,skpd->skgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return new_top, total * keep + p.sum(-1), acc
+        s = jnp.einsum("wkgd,wkpd->wkgp", take(q, row), k, preferred_element_type=jnp.float32)
+        s = jnp.where(seen[:, None, None], scores(s, scale, soft_cap), MASKED)
 
-    shape = (n, kv_heads, group)
+        top, total, acc = (lax.dynamic_slice_in_dim(x, base, near) for x in carry)
+        mine = (row - base) == jnp.arange(near)[:, None]
+        new_top = jnp.maximum(top, jnp.where(mine[..., None, None], s.max(-1), MASKED).max(1))
+        p = jnp.where(seen[:, None, None], jnp.exp(s - take(new_top, row - base)[..., None]), 0)
+        part = jnp.einsum("wkgp,wkpd->wkgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        keep = jnp.exp(top - new_top)
+        total = total * keep + fold(mine, p.sum(-1))
+        acc = acc * keep[..., None] + fold(mine, part)
+        return tuple(lax.dynamic_update_slice_in_dim(x, new, base, 0) for x, new in zip(carry, (new_top, total, acc), strict=True))
+
+    shape = (rows, kv_heads, group)
     start = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
-    top, total, acc = lax.fori_loop(0, jnp.max(count), step, start)
-    out, lse = finish(top, total, acc, None if sinks is None else sinks.reshape(kv_heads, group))
-    return out.reshape(n, heads, width)[:rows, :, :head_width], lse.reshape(n, heads)[:rows]
+    top, total, acc = lax.fori_loop(0, ceil_div(ends[-1], pairs), step, start)
+    out, lse = finish(top, total, acc, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
+    rank = jnp.maximum(jnp.cumsum(live.astype(jnp.int32)) - 1, 0)
+    out = jnp.where(live[:, None, None], take(out.reshape(rows, heads, width), rank), 0)
+    lse = jnp.where(live[:, None], take(lse.reshape(rows, heads), rank), -jnp.inf)
+    return out[:wanted, :, :head_width], lse[:wanted]
+
+
+def fold(mine: jax.Array, parts: jax.Array) -> jax.Array:
+    """parts [W, ...] summed by row, [R, ...]; mine bool[R, W] says whose they are. A product with zeros and ones, in full f32:
+    on CPU much faster than a scatter."""
+    flat = parts.reshape(parts.shape[0], -1)
+    out = jnp.dot(mine.astype(jnp.float32), flat, precision=lax.Precision.HIGHEST)
+    return out.reshape(mine.shape[0], *parts.shape[1:])
 
 
 def finish(top: jax.Array, total: jax.Array, acc: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
