@@ -1,5 +1,5 @@
 """Gemma 2 (Gemma Team 2024, arXiv 2408.00118): window and full layers in turn, norms before and after each part, caps on the
-attention scores and the logits, embeddings scaled by sqrt(M)."""
+attention scores and the logits, embeddings scaled by sqrt(M) (in float32; transformers rounds the factor to the weights' dtype)."""
 
 from typing import Any
 
