@@ -1,8 +1,9 @@
 """Builds `tokenizers` tokenizers from bare vocabularies: byte-level BPE from merges, SentencePiece BPE from scores."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -31,7 +32,7 @@ class Vocabulary:
         check(len(self.kinds) == n, f"a vocabulary must have one kind for each piece; got {len(self.kinds)} for {n}")
         check(len(self.scores) in (0, n), f"a vocabulary must have one score for each piece; got {len(self.scores)} for {n}")
 
-    @property
+    @cached_property
     def ids(self) -> dict[str, int]:
         """Piece -> id. Of equal pieces the first counts."""
         ids: dict[str, int] = {}
@@ -62,7 +63,7 @@ def byte_level_bpe(
 
     whole_words: a word that is a piece is taken without looking at the merges.
     """
-    hf = tokenizers.Tokenizer(models.BPE(vocabulary.ids, _known(merges, vocabulary), ignore_merges=whole_words))
+    hf = tokenizers.Tokenizer(_model(vocabulary, merges, ignore_merges=whole_words))
     if normalizer is not None:
         hf.normalizer = normalizer
     cuts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in patterns]
@@ -84,8 +85,8 @@ def sentencepiece_bpe(
 
     newline_runs: runs of newlines are cut from the rest of a text before merging.
     """
-    rules = merges_by_score(vocabulary) if merges is None else _known(merges, vocabulary)
-    hf = tokenizers.Tokenizer(models.BPE(vocabulary.ids, rules, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    rules = merges_by_score(vocabulary) if merges is None else merges
+    hf = tokenizers.Tokenizer(_model(vocabulary, rules, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     escape = normalizers.Replace(" ", SPACE)
     if space_prefix == "every":
         hf.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), escape])
@@ -119,20 +120,17 @@ def merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     return [(vocabulary.pieces[left], vocabulary.pieces[right]) for _, left, right in found]
 
 
-def _known(merges: list[tuple[str, str]], vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """The merges, checked: parts and result must be pieces."""
-    ids = vocabulary.ids
-    for left, right in merges:
-        for piece in (left, right, left + right):
-            if piece not in ids:
-                raise UserError(f"a merge rule must be made of pieces of the vocabulary; got {left!r} {right!r} without {piece!r}")
-    return merges
+def _model(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocabulary.ids, merges, **options)
+    except Exception as error:  # the package raises plain Exception
+        raise UserError(f"merge rules must be made of pieces of the vocabulary; got: {error}") from error
 
 
-def _declare(hf: tokenizers.Tokenizer, vocabulary: Vocabulary, *, normalized) -> None:
+def _declare(hf: tokenizers.Tokenizer, vocabulary: Vocabulary, *, normalized: Callable[[str], bool]) -> None:
     """Marks control pieces as special and user-defined ones as added; both keep their ids."""
-    groups: tuple[tuple[list[tokenizers.AddedToken], bool], ...] = (([], True), ([], False))
-    special, plain = groups[0][0], groups[1][0]
+    special: list[tokenizers.AddedToken] = []
+    plain: list[tokenizers.AddedToken] = []
     for piece, kind in zip(vocabulary.pieces, vocabulary.kinds, strict=True):
         if kind in (CONTROL, UNKNOWN) and piece:
             special.append(tokenizers.AddedToken(piece, normalized=False, special=True))
