@@ -29,6 +29,8 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -36,6 +38,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TEMPLATES = "additional_chat_templates"  # a folder with more of them
 
 
 def save_store(folder: Path, checkpoint: Checkpoint, weights: Mapping[str, np.ndarray]) -> None:
@@ -77,6 +80,8 @@ def save_tokenizer(folder: Path, source: Path | dict[str, Any]) -> str:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
     return "folder"
 
 

@@ -81,8 +81,12 @@ def test_everything_but_the_weights_comes_back_too(stored):
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_every_architecture_round_trips(architecture, hf_folder, tmp_path, mesh_of):
     folder, _ = hf_folder(architecture, generation={"temperature": 0.7, "eos_token_id": [3, 4]})
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
     checkpoint = convert(folder, tmp_path / "out")
     original = open_checkpoint(folder)
+    assert isinstance(checkpoint.tokenizer_source, Path)
+    assert (checkpoint.tokenizer_source / "additional_chat_templates" / "tools.jinja").read_text() == "{{ messages }}"
     assert (checkpoint.config, checkpoint.defaults) == (original.config, original.defaults)
     options = {"dtype": "float32", "mesh": mesh_of(2), "stacked": False}
     assert_same(load_params(checkpoint, **options)[0], load_params(original, **options)[0])
