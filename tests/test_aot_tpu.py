@@ -1,0 +1,72 @@
+"""The whole step of a Llama-3-8B, compiled to machine code for TPU v5e without a TPU: the pool is written in place."""
+
+import importlib.util
+import os
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from pagedjax.buckets import Bucket
+from pagedjax.config import EngineConfig, ModelConfig, RopeConfig, with_options
+from pagedjax.device.compile import lower_step
+from pagedjax.device.lanes import abstract_lanes
+from pagedjax.device.params import abstract_params, shard_layout
+from pagedjax.device.sharding import state_shardings
+from pagedjax.device.step import StepSpec
+from pagedjax.memory import kv_dtype, pool_shape
+from pagedjax.models import model_for
+from pagedjax.state import DeviceState
+
+pytestmark = [
+    pytest.mark.aot_tpu,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="compiles for TPU: needs libtpu (make aot)"),
+]
+
+LLAMA_3_8B = ModelConfig(
+    architecture="llama",
+    vocab_size=128256,
+    model_width=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_width=128,
+    ffn_width=14336,
+    max_positions=8192,
+    rope=RopeConfig(theta=500_000.0),
+)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    """The four chips of a v5e host, as libtpu describes them to the compiler."""
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    topologies = importlib.import_module("jax.experimental.topologies")
+    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+    return Mesh(np.asarray(devices[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+@pytest.mark.parametrize(("bucket", "steps"), [(Bucket(64, 64), 1), (Bucket(64, 64), 8), (Bucket(512, 64), 8)], ids=str)
+def test_a_whole_step_writes_the_pool_in_place(mesh: Mesh, bucket: Bucket, steps: int) -> None:
+    """Temporaries below one layer's K and V, on each chip; the alias covers the pool. With 8 steps a decode bucket is a loop
+    around the step."""
+    config = with_options(EngineConfig(), {"dtype": "bfloat16", "block_size": 128})
+    layout = shard_layout(LLAMA_3_8B, 4)
+    model = model_for("llama")
+    params = abstract_params(model.param_specs(layout.cfg, "bfloat16", layout.vocab), layout.cfg, mesh, stacked=True)
+    shape = pool_shape(config, layout.cfg, "tpu", 2048)
+    lanes = abstract_lanes(64, 8192, layout.vocab)
+    state = DeviceState(kv=jax.ShapeDtypeStruct(shape, kv_dtype(config)), lanes=lanes)
+    shardings = state_shardings(state, mesh)
+    state = jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, shardings)
+    compiled = lower_step(StepSpec(model, layout.cfg, mesh, steps), bucket, params, state, 8192 // 128).compile()
+    memory = compiled.memory_analysis()
+    pool = int(np.prod(shape)) * 2 // 4
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool // LLAMA_3_8B.num_layers, f"{memory.temp_size_in_bytes >> 20} MiB"
