@@ -11,10 +11,9 @@ import numpy as np
 from checkpoints.checkpoint import Checkpoint
 from checkpoints.load import total_size
 from checkpoints.open import open_checkpoint
-from checkpoints.store import save_store
+from checkpoints.store import check_destination, save_store
 from pagedjax.config import Dtype
 from pagedjax.device.params import ParamSpec, map_specs
-from pagedjax.errors import check
 from pagedjax.models import model_for
 
 
@@ -30,8 +29,7 @@ def convert(
 
     UserError if the destination exists; whatever fails, nothing is left behind.
     """
-    target = Path(destination).expanduser()
-    check(not target.exists(), f"the folder to write must not exist; {target} does")
+    target = check_destination(Path(destination))
     checkpoint = open_checkpoint(source)
     weights_dtype: Dtype = checkpoint.weights_dtype if dtype == "auto" else dtype
     cfg = checkpoint.config

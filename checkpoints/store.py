@@ -41,14 +41,20 @@ TOKENIZER_FILES = (
 TEMPLATES = "additional_chat_templates"  # a folder with more of them
 
 
+def check_destination(folder: Path) -> Path:
+    """The absolute path. UserError if it exists or has no folder to be in; asked before a long conversion begins."""
+    folder = folder.expanduser().resolve()
+    check(not folder.exists(), f"the folder to write must not exist; {folder} does")
+    check(folder.parent.is_dir(), f"the folder to write must be in an existing folder; {folder.parent} does not exist")
+    return folder
+
+
 def save_store(folder: Path, checkpoint: Checkpoint, weights: Mapping[str, np.ndarray]) -> None:
     """Writes `weights` (path -> array in true shape) and what else `checkpoint` holds.
 
     Everything goes to a folder beside it, which is renamed when it is complete. UserError if `folder` exists.
     """
-    folder = folder.expanduser().resolve()
-    check(not folder.exists(), f"the folder to write must not exist; {folder} does")
-    check(folder.parent.is_dir(), f"the folder to write must be in an existing folder; {folder.parent} does not exist")
+    folder = check_destination(folder)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
