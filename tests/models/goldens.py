@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from checkpoints import Checkpoint, load_params, open_checkpoint
 from pagedjax.config import ModelConfig
+from pagedjax.device.params import Stacked
 from tests.golden.tiny_models import texts, weights
 
 FOLDER = Path(__file__).parent.parent / "golden"
@@ -40,6 +41,7 @@ def open_golden(name: str, folder: Path) -> Checkpoint:
 def load(checkpoint: Checkpoint, mesh: Mesh, *, stacked: bool) -> tuple[Any, ModelConfig]:
     """(float32 parameters, the configuration they are padded to)."""
     params, layout = load_params(checkpoint, dtype="float32", mesh=mesh, stacked=stacked)
+    assert isinstance(params["layers"], Stacked) == stacked
     return jax.block_until_ready(params), layout.cfg
 
 

@@ -37,7 +37,10 @@ def test_activations_are_float32_and_the_pool_keeps_its_dtype(architecture, toke
     unit = {name: abstract(name, spec, (1,)) for name, spec in layer.items()}
     rest = {name: abstract(name, spec) for name, spec in layer.items()}
     params = map_specs(abstract, specs)
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def ints(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
     rows = Rows(ints(tokens), ints(tokens), ints(ROWS + 1), ints(1), ints(ROWS), ints(ROWS, 2), mesh=make_mesh(1))
     kv = jax.ShapeDtypeStruct((cfg.num_layers, 6, 2, cfg.num_kv_heads, BLOCK, cfg.head_width), jnp.bfloat16)
     for layers in (params["layers"], Stacked(unit=(unit, unit), rest=(rest,))):
