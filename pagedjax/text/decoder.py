@@ -21,8 +21,9 @@ class IncrementalDecoder:
 
     Held back are at most three bytes of an unfinished UTF-8 character (a byte that cannot go on is shown as U+FFFD at once) and
     the longest end of the text that may still grow into a stop string. Of several stop strings the one that is complete first
-    wins; if two end at the same character, the longer one. Without a hit and with nothing before, the pieces from `push` and `finish` joined are exactly
-    `tokenizer.decode` of all tokens. Each token costs time proportional to its own characters times the number of stop strings.
+    wins; if two end at the same character, the longer one. Without a hit and with nothing before, the pieces from `push` and
+    `finish` joined are exactly `tokenizer.decode` of all tokens. Each token costs time proportional to its own characters times
+    the number of stop strings.
     """
 
     def __init__(

@@ -43,9 +43,10 @@ class Tokenizer:
         """Ids of a text. Special tokens written in the text are recognised; `add_special` adds `prefix` and `suffix`."""
         check(isinstance(text, str), f"a prompt must be a string; got {type(text).__name__}")
         try:
-            ids = self.hf.encode(text, add_special_tokens=False).ids
+            text.encode()  # the package's own error does not say what is wrong
         except UnicodeEncodeError as error:
             raise UserError(f"a prompt must be valid Unicode; got a lone surrogate at character {error.start}") from error
+        ids = self.hf.encode(text, add_special_tokens=False).ids
         return [*self.prefix, *ids, *self.suffix] if add_special else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

@@ -194,3 +194,14 @@ def test_decoder_with_unknown_steps_is_refused():
     hf.decoder = decoders.WordPiece()
     with pytest.raises(UserError, match=r"decoder must be ByteLevel, Metaspace, or Replace.*; got \['WordPiece'\]"):
         spelling_of(hf)
+
+
+def test_text_after_a_prompt_keeps_its_first_space():
+    prompt, ids = STORIES.encode("Once"), STORIES.encode(" upon", add_special=False)
+    assert STORIES.decode(prompt + ids).startswith("Once ")
+    for after, shown in ((prompt, "  upon"), ([1], " upon"), ([], " upon")):
+        decoder = IncrementalDecoder(STORIES, after=after)
+        assert decoder.push(ids) + decoder.finish() == shown
+    metaspace = KINDS["metaspace"]
+    assert IncrementalDecoder(metaspace, after=[5]).push([3]) == " once"
+    assert IncrementalDecoder(metaspace).push([3]) == "once"
