@@ -3,6 +3,7 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend as Choice
 from pallas_kernels.common.dispatch import run
@@ -36,6 +37,7 @@ def kv_write(
     undefined. The tokens come from at most num_rows rows, one after the other; inside a row the positions are consecutive, and
     no block belongs to two rows. backend None: xla_blocks on TPU, where token-wise writes copy the pool, else xla_tokens.
     """
+    kv, k, v, slots = (jnp.asarray(x) for x in (kv, k, v, slots))
     pool = check_pool(kv)
     check(k.ndim == 3 and k.shape[1] == pool.kv_heads, f"k must be [tokens, {pool.kv_heads}, width]; got {k.shape}")
     check(k.shape == v.shape, f"k and v must have one shape; got {k.shape} and {v.shape}")

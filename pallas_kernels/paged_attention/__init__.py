@@ -3,6 +3,7 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
@@ -37,6 +38,7 @@ def paged_attention(
     num_decode i32[1]: so many rows at the front have one token each. Padding rows have no tokens; tokens of no row give 0.
     The options are those of paged_decode.
     """
+    q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
     pool = check_pool(kv)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
     check(q.shape[0] >= 1, f"q must hold at least one token; got {q.shape}")

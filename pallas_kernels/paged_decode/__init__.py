@@ -3,6 +3,7 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
@@ -36,6 +37,7 @@ def paged_decode(
     one more logit a head that has no value. Table entries past a row's length are not read, and slots past it may hold
     anything, NaN included.
     """
+    q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
     pool = check_pool(kv)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
     check(q.shape[0] == block_tables.shape[0], f"q must have one token for each of {block_tables.shape[0]} rows; got {q.shape[0]}")

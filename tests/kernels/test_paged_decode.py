@@ -25,12 +25,12 @@ def run(case: Case):
     )
     heads = case.kv_heads * case.group
     q = rng.standard_normal((len(case.lens), heads, case.width)).astype(context.kv.dtype)
-    options = dict(
-        scale=case.width**-0.5,
-        window=case.window,
-        soft_cap=case.soft_cap,
-        sinks=rng.standard_normal(heads).astype(np.float32) if case.sinks else None,
-    )
+    options = {
+        "scale": case.width**-0.5,
+        "window": case.window,
+        "soft_cap": case.soft_cap,
+        "sinks": rng.standard_normal(heads).astype(np.float32) if case.sinks else None,
+    }
 
     @jax.jit
     def op(q, kv, layer, tables, lens):

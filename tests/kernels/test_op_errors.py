@@ -1,0 +1,71 @@
+"""What the ops refuse, each with one sentence that names the thing, the rule and the value."""
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import kv_write, paged_attention, paged_decode
+
+KV = jnp.zeros((2, 5, 2, 2, 4, 8))
+TABLES, LENS = jnp.ones((3, 2), jnp.int32), jnp.ones(3, jnp.int32)
+Q = jnp.zeros((3, 4, 8))
+NEW = jnp.zeros((3, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"kv": KV[0]}, r"kv must be \[layers, blocks, 2, kv heads, block size, width\]; got \(5, 2, 2, 4, 8\)"),
+        ({"kv": KV.astype(jnp.int8)}, "kv must hold floats; got int8"),
+        ({"layer": 2}, "layer must be 0 to 1; got 2"),
+        ({"layer": LENS}, r"layer must be an i32 scalar; got int32\[3\]"),
+        ({"q": Q[:2]}, "q must have one token for each of 3 rows; got 2"),
+        ({"q": Q[0]}, r"q must be \[tokens, heads, width\]; got \(4, 8\)"),
+        ({"q": Q[:, :3]}, "query heads must be a multiple of the 2 kv heads; got 3"),
+        ({"q": jnp.zeros((3, 4, 9))}, "head width of q must be at most the pool's 8; got 9"),
+        ({"block_tables": LENS}, r"block_tables must be \[rows, blocks\]; got \(3,\)"),
+        ({"context_lens": LENS[:2]}, r"context_lens must be i32\[3\]; got int32\[2\]"),
+        ({"context_lens": LENS * 1.0}, r"context_lens must be i32\[3\]; got float32\[3\]"),
+        ({"window": 0}, "window must be at least 1; got 0"),
+        ({"soft_cap": 0.0}, "soft_cap must be positive; got 0.0"),
+        ({"sinks": jnp.zeros(3)}, r"sinks must be \[4\]; got \(3,\)"),
+        ({"backend": "none"}, "backend of paged_decode must be xla; got none"),
+    ],
+)
+def test_paged_decode(change, match):
+    args = {"q": Q, "kv": KV, "layer": 0, "block_tables": TABLES, "context_lens": LENS, "scale": 1.0}
+    with pytest.raises(ValueError, match=match):
+        paged_decode(**args | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"query_start": LENS}, r"query_start must be i32\[4\]; got int32\[3\]"),
+        ({"num_decode": jnp.int32(1)}, r"num_decode must be i32\[1\]; got int32\[\]"),
+        ({"q": Q[:0]}, "q must hold at least one token"),
+        ({"backend": "none"}, "backend of paged_attention must be xla; got none"),
+    ],
+)
+def test_paged_attention(change, match):
+    args = {"q": Q, "kv": KV, "layer": 0, "block_tables": TABLES, "context_lens": LENS, "scale": 1.0}
+    args |= {"query_start": jnp.arange(4, dtype=jnp.int32), "num_decode": LENS[:1]}
+    with pytest.raises(ValueError, match=match):
+        paged_attention(**args | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"k": NEW[:, :1]}, r"k must be \[tokens, 2, width\]; got \(3, 1, 8\)"),
+        ({"v": NEW[:2]}, r"k and v must have one shape; got \(3, 2, 8\) and \(2, 2, 8\)"),
+        ({"k": jnp.zeros((3, 2, 9)), "v": jnp.zeros((3, 2, 9))}, "head width of k must be at most the pool's 8; got 9"),
+        ({"k": NEW[:0], "v": NEW[:0]}, "k must hold at least one token"),
+        ({"slots": LENS[:2]}, r"slots must be i32\[3\]; got int32\[2\]"),
+        ({"num_rows": 0}, "num_rows must be at least 1; got 0"),
+        ({"backend": "none"}, "backend of kv_write must be xla_tokens or xla_blocks; got none"),
+    ],
+)
+def test_kv_write(change, match):
+    args = {"kv": KV, "k": NEW, "v": NEW, "layer": 0, "slots": LENS, "num_rows": 3}
+    with pytest.raises(ValueError, match=match):
+        kv_write(**args | change)
