@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 Report = Callable[[str, int, int], None]  # what is being done, done so far, of how many
@@ -19,6 +19,15 @@ def console() -> Console:
 def note(text: str) -> None:
     """One line of facts on stderr, dim where stderr is a terminal."""
     console().print(text, style="dim", markup=False)
+
+
+def show(*parts: RenderableType) -> None:
+    """Tables and lines to stdout. Through print, so that a closed pipe is the caller's to handle: rich would exit by itself."""
+    page = Console(highlight=False, soft_wrap=True)
+    with page.capture() as drawn:
+        for part in parts:
+            page.print(part)
+    print(drawn.get(), end="")
 
 
 def size(count: float) -> str:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from pagedjax import terminal
@@ -24,7 +23,7 @@ def run(command: Any) -> None:
             table.add_row(kind, str(bucket.tokens), str(bucket.rows), f"{compiled.seconds:.2f}", *sizes)
         for column in table.columns[1:]:
             column.justify = "right"
-        Console(highlight=False).print(table)
+        terminal.show(table)
         now = entries(folder)
         new = sum(path.name not in before for path in now)
         total = terminal.size(sum(path.stat().st_size for path in now))

@@ -8,7 +8,6 @@ import re
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from pagedjax import terminal
@@ -22,7 +21,6 @@ KERNELS = ("mosaic_tpu", "mosaic_gpu")  # the modules in which an op's Pallas ke
 
 def run(command: Any) -> None:
     """`command` is cli.Doctor. Prints to stdout."""
-    console = Console(highlight=False, soft_wrap=True)
     for title, rows in (
         ("versions", versions()),
         ("devices", devices()),
@@ -32,7 +30,7 @@ def run(command: Any) -> None:
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for row in rows:
             table.add_row(*row)
-        console.print(table, "")
+        terminal.show(table, "")
 
 
 def versions() -> list[tuple[str, str]]:

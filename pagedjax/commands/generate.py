@@ -63,17 +63,17 @@ def read_file(path: Path) -> list[Prompt]:
 
 
 def line_prompt(line: str, where: str) -> Prompt:
+    """The prompt of one line of JSON: a text, token ids, or an object with either as its "prompt"."""
     try:
-        value = json.loads(line)
+        value: Any = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} must be JSON; {error}") from error
-    if isinstance(value, dict):
-        value = value.get("prompt")
-    ids = isinstance(value, list) and all(type(item) is int for item in value)
+    prompt: Any = value.get("prompt") if isinstance(value, dict) else value
+    ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
     check(
-        isinstance(value, str) or ids, f'{where} must be a text, a list of token ids, or {{"prompt": either}}; got {line.strip()}'
+        isinstance(prompt, str) or ids, f'{where} must be a text, a list of token ids, or {{"prompt": either}}; got {line.strip()}'
     )
-    return value if isinstance(value, str) else tuple(value)
+    return tuple(prompt) if ids else prompt
 
 
 def in_order(llm: LLM, requests: Sequence[Request]) -> Iterator[tuple[Request, Stream]]:
