@@ -1,7 +1,7 @@
 """Our own folder: `weights/` (Orbax, one array per weight and layer, no padding), pagedjax.json, and the tokenizer's files.
 
-pagedjax.json: {format, config, defaults, weights_dtype, tokenizer: "folder" | "gguf"}. The tokenizer is in `tokenizer/` as it was
-in the Hugging Face folder, or in tokenizer/gguf.json as the metadata of the GGUF file.
+pagedjax.json: {format, config, defaults, weights_dtype, tokenizer: "folder" | "gguf", files: {path in weights/: bytes}}.
+The tokenizer is in `tokenizer/` as it was in the Hugging Face folder, or in tokenizer/gguf.json as the metadata of the GGUF file.
 """
 
 import dataclasses
@@ -69,6 +69,7 @@ def save_store(folder: Path, checkpoint: Checkpoint, weights: Mapping[str, np.nd
             "defaults": dataclasses.asdict(checkpoint.defaults),
             "weights_dtype": checkpoint.weights_dtype,
             "tokenizer": kind,
+            "files": file_sizes(partial / "weights"),
         }
         (partial / CARD).write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
         partial.rename(folder)
@@ -99,9 +100,10 @@ def open_store(folder: Path) -> Checkpoint:
     try:
         cfg = config_from(card["config"])
         defaults = GenerationDefaults(**{**card["defaults"], "stop_ids": tuple(card["defaults"]["stop_ids"])})
-        dtype, kind = card["weights_dtype"], card["tokenizer"]
+        dtype, kind, files = card["weights_dtype"], card["tokenizer"], dict(card["files"])
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder / CARD} must hold what pagedjax writes there; got {error}") from error
+    check_files(folder / "weights", files)
     check_arrays(folder / "weights", cfg)
     tokenizer = read_json(folder / "tokenizer" / "gguf.json") if kind == "gguf" else folder / "tokenizer"
 
@@ -138,14 +140,30 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def file_sizes(folder: Path) -> dict[str, int]:
+    """path below `folder` -> bytes, of every file."""
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def check_files(folder: Path, sizes: Mapping[str, int]) -> None:
+    """UserError for a file that is missing or cut. Looked at before Orbax does, whose readers fail in many places at once."""
+    check(folder.is_dir(), f"{folder} must be a folder; it does not exist")
+    found = file_sizes(folder)
+    for name, size in sizes.items():
+        check(name in found, f"{folder / name} must be a file; it does not exist")
+        check(found[name] == size, f"{folder / name} is truncated or changed: it must have {size} bytes; got {found[name]}")
+
+
 def check_arrays(folder: Path, cfg: ModelConfig) -> None:
     """UserError unless the folder's arrays are those the model needs."""
-    check(folder.is_dir(), f"{folder} must be a folder; it does not exist")
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            found = checkpointer.metadata(folder).item_metadata.tree
-        except (ValueError, OSError, KeyError, AttributeError) as error:
+            metadata = checkpointer.metadata(folder).item_metadata
+        except (ValueError, OSError, KeyError) as error:
             raise UserError(f"{folder} must be a complete Orbax folder; got {first_line(error)}") from error
+    if metadata is None:
+        raise UserError(f"{folder} must be a complete Orbax folder; its metadata cannot be read")
+    found = metadata.tree
     specs = file_specs(cfg)
     for path, spec in specs.items():
         check(path in found, f"{folder} must hold the weight {path}; it does not")

@@ -127,7 +127,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_folder_is_one_sentence(stored, tmp_path, mesh_of):
+def test_a_damaged_folder_is_one_sentence(stored, tmp_path):
     def copy():
         folder = tmp_path / f"copy-{len(list(tmp_path.iterdir()))}"
         shutil.copytree(stored, folder)
@@ -156,12 +156,20 @@ def test_a_damaged_folder_is_one_sentence(stored, tmp_path, mesh_of):
         open_checkpoint(write(folder, card | {"config": card["config"] | {"num_layers": 4}}))
 
     folder, _ = copy()
-    for data in (folder / "weights").rglob("d/*"):
-        data.write_bytes(data.read_bytes()[:-50])
-    with pytest.raises(UserError, match="weights must be a complete Orbax folder; got"):
-        load_params(open_checkpoint(folder), dtype="float32", mesh=mesh_of(1), stacked=False)
-    (folder / "weights" / "_METADATA").write_text("{")
-    with pytest.raises(UserError, match="weights must be a complete Orbax folder; got"):
+    data = max((folder / "weights").rglob("d/*"), key=lambda path: path.stat().st_size)
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-50])
+    with pytest.raises(
+        UserError, match=rf"{data.name} is truncated or changed: it must have {len(whole)} bytes; got {len(whole) - 50}"
+    ):
+        open_checkpoint(folder)
+    data.unlink()
+    with pytest.raises(UserError, match=rf"{data.name} must be a file; it does not exist"):
+        open_checkpoint(folder)
+    data.write_bytes(whole)
+    about = folder / "weights" / "_METADATA"
+    about.write_text(" " * about.stat().st_size)
+    with pytest.raises(UserError, match="weights must be a complete Orbax folder; its metadata cannot be read"):
         open_checkpoint(folder)
     shutil.rmtree(folder / "weights")
     with pytest.raises(UserError, match="weights must be a folder; it does not exist"):
