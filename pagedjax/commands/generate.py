@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pagedjax import terminal
 from pagedjax.commands.start import start
@@ -73,7 +73,7 @@ def line_prompt(line: str, where: str) -> Prompt:
     check(
         isinstance(prompt, str) or ids, f'{where} must be a text, a list of token ids, or {{"prompt": either}}; got {line.strip()}'
     )
-    return tuple(prompt) if ids else prompt
+    return cast(Prompt, tuple(prompt) if ids else prompt)
 
 
 def in_order(llm: LLM, requests: Sequence[Request]) -> Iterator[tuple[Request, Stream]]:
