@@ -1,5 +1,8 @@
-"""The tensors of safetensors files, read lazily from mapped memory. Format: 8 bytes with the length of a JSON header (little
-endian), the header {name: {dtype, shape, data_offsets}}, then the data (github.com/huggingface/safetensors)."""
+"""The tensors of safetensors files, read one at a time, and not mapped: mapped pages count as this process's memory.
+
+Format: 8 bytes with the length of a JSON header (little endian), the header {name: {dtype, shape, data_offsets}}, then the data
+(github.com/huggingface/safetensors).
+"""
 
 import json
 import math
@@ -38,11 +41,12 @@ def header(path: Path) -> tuple[dict[str, Any], int]:
 def safetensors_tensors(path: Path) -> dict[str, FileTensor]:
     """Every tensor of one file. UserError where the header and the file do not agree."""
     entries, start = header(path)
-    data = np.memmap(path, np.uint8, "r", offset=start) if path.stat().st_size > start else np.zeros(0, np.uint8)
-    return {name: tensor(path, name, entry, data) for name, entry in entries.items()}
+    size = path.stat().st_size - start
+    return {name: tensor(path, name, entry, start, size) for name, entry in entries.items()}
 
 
-def tensor(path: Path, name: str, entry: Any, data: np.ndarray) -> FileTensor:
+def tensor(path: Path, name: str, entry: Any, start: int, size: int) -> FileTensor:
+    """`start`: where the file's data begins; `size`: its bytes."""
     try:
         kind, shape, (begin, end) = entry["dtype"], tuple(int(n) for n in entry["shape"]), entry["data_offsets"]
         sound = isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end and all(n >= 0 for n in shape)
@@ -51,7 +55,7 @@ def tensor(path: Path, name: str, entry: Any, data: np.ndarray) -> FileTensor:
             f"{path} is corrupt: the entry of tensor {name} must have dtype, shape and data_offsets; got {entry}"
         ) from None
     check(sound, f"{path} is corrupt: the offsets of tensor {name} must be ascending and not negative; got {begin} to {end}")
-    check(end <= data.size, f"{path} is truncated: tensor {name} must end within {data.size} bytes of data; got {end}")
+    check(end <= size, f"{path} is truncated: tensor {name} must end within {size} bytes of data; got {end}")
 
     dtype = np.dtype(DTYPES.get(kind, np.uint8))
     need = math.prod(shape) * dtype.itemsize
@@ -60,4 +64,8 @@ def tensor(path: Path, name: str, entry: Any, data: np.ndarray) -> FileTensor:
         problem = f"tensor {name} of {path} must be of type {', '.join(DTYPES)}; got {kind}"
     elif end - begin != need:
         problem = f"{path} is corrupt: tensor {name} of shape {shape} must have {need} bytes; got {end - begin}"
-    return FileTensor(shape, kind, lambda: data[begin:end].view(dtype).reshape(shape), problem)
+
+    def read() -> np.ndarray:
+        return np.fromfile(path, dtype, math.prod(shape), offset=start + begin).reshape(shape)
+
+    return FileTensor(shape, kind, read, problem)

@@ -129,7 +129,7 @@ def test_cancelling_a_stream_ends_it(llm: LLM) -> None:
 def test_what_is_asked_wrongly(llm: LLM) -> None:
     with pytest.raises(UserError, match="there must be one SamplingParams for all prompts or one each; got 2 for 3"):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
-    with pytest.raises(UserError, match="chat_template"):
+    with pytest.raises(UserError, match="a chat needs a chat template, and this tokenizer has none"):
         llm.chat([{"role": "user", "content": "hi"}])
     with pytest.raises(UserError, match="an option must be a field of EngineConfig or one of .*; got max_len"):
         LLM(STORIES, max_len=3)
