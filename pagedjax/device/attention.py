@@ -46,6 +46,7 @@ def attend(
             out = paged_attention(
                 q, kv, layer, block_tables, context_lens, query_start, num_decode, scale=scale, window=window, soft_cap=soft_cap
             )
+        assert isinstance(out, jax.Array)
         return out.astype(jnp.float32), kv
 
     if rows.mesh.size > 1:

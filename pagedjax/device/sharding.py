@@ -25,6 +25,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def by_vocab(mesh: Mesh) -> NamedSharding:
+    """Of logits [S, V]."""
+    return NamedSharding(mesh, P(None, "model"))
+
+
 def state_shardings(state: DeviceState, mesh: Mesh) -> DeviceState:
     """The tree of shardings of a DeviceState (abstract or not)."""
     lanes = jax.tree.map(lambda _: replicated(mesh), state.lanes)

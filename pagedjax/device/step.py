@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from pagedjax.config import ModelConfig
 from pagedjax.device.attention import Rows
 from pagedjax.device.sample import Sampled, gather_lanes, sample, score
+from pagedjax.device.sharding import by_vocab, replicated
 from pagedjax.limits import NUM_LOGPROBS
 from pagedjax.state import DeviceState, StepInput, StepOutput
 
@@ -72,7 +73,7 @@ def one_pass(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) 
     )
     hidden, kv = spec.model.forward(params, tokens, state.kv, rows, spec.cfg)
     last = hidden[jnp.clip(batch.query_start[1:] - 1, 0, hidden.shape[0] - 1)]
-    logits = spec.model.logits(params, last, spec.cfg)
+    logits = whole_logits(params, last, spec)
 
     own = gather_lanes(lanes, batch.lanes)
     sampled = sample(logits, own, context, vocab_size=spec.cfg.vocab_size)
@@ -88,6 +89,13 @@ def one_pass(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) 
         history=lanes.history.at[target, context].set(token, mode="drop"),
     )
     return DeviceState(kv=kv, lanes=lanes), hidden, replace(sampled, tokens=token)
+
+
+def whole_logits(params: Any, hidden: jax.Array, spec: StepSpec) -> jax.Array:
+    """f32[S, V] on every device: sums over a vocabulary in shards would depend on the mesh, and with them the tokens. Sharded
+    first, so that XLA gathers logits and not the weights of the head."""
+    logits = jax.lax.with_sharding_constraint(spec.model.logits(params, hidden, spec.cfg), by_vocab(spec.mesh))
+    return jax.lax.with_sharding_constraint(logits, replicated(spec.mesh))
 
 
 def find_slots(batch: StepInput, context_lens: jax.Array, block_size: int) -> jax.Array:
@@ -156,7 +164,7 @@ def score_prompt(params: Any, hidden: jax.Array, batch: StepInput, out: StepOutp
     def scored(out: StepOutput) -> StepOutput:
         h = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(tiles, tile, -1)
         targets = jnp.pad(batch.targets, (0, pad), constant_values=-1).reshape(tiles, tile)
-        parts = jax.lax.map(lambda x: score(spec.model.logits(params, x[0], spec.cfg), x[1]), (h, targets))
+        parts = jax.lax.map(lambda x: score(whole_logits(params, x[0], spec), x[1]), (h, targets))
         logprob, rank, top_ids, top_logprobs = (p.reshape(tiles * tile, *p.shape[2:])[:count] for p in parts)
         return replace(out, prompt_logprob=logprob, prompt_rank=rank, prompt_top_ids=top_ids, prompt_top_logprobs=top_logprobs)
 
