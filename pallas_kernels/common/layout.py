@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 MASKED = -1e30  # a score that counts for nothing; finite, so that the difference of two of them is no NaN
+LOWEST = -1e29  # where running maxima start: so far above MASKED that exp(MASKED - maximum) is 0 even when nothing was seen
 
 
 class PoolShape(NamedTuple):

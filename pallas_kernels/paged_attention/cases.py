@@ -23,17 +23,13 @@ MIXED = ((20, 1), (1, 1), (33, 1), (40, 40), (70, 5), (16, 16), (0, 0))
 
 CASES = (
     Case("prefill", ((5, 5), (17, 17)), 32),
-    Case("prefill bf16", ((5, 5), (17, 17)), 32, dtype="bfloat16"),
-    Case("long prefill", ((300, 300),), 300, kv_heads=1, group=3),
     Case("long prefill bf16", ((300, 300),), 300, kv_heads=1, group=3, dtype="bfloat16"),
     Case("chunk on cached context", ((600, 130), (20, 1)), 160, block_size=64, kv_heads=1),
     Case("mixed", MIXED, 72, num_decode=3),
-    Case("mixed bf16", MIXED, 72, num_decode=3, dtype="bfloat16"),
     Case("mixed, no padding", MIXED[:-1], 64, num_decode=3, kv_heads=3, group=1, width=8),
     Case("decode only", ((20, 1), (1, 1), (33, 1), (0, 0)), 16, num_decode=3),
     Case("more rows than tokens", ((20, 1), (9, 3), (0, 0), (0, 0), (0, 0), (0, 0)), 4, num_decode=1),
     Case("one token", ((20, 1), (0, 0)), 1, num_decode=1),
-    Case("one row", ((20, 7),), 8),
     Case("empty", ((0, 0), (0, 0)), 8),
     Case("width 80", ((40, 10), (18, 18)), 32, width=80, group=7, kv_heads=1),
     Case("width 128", ((40, 10), (18, 18)), 32, width=128, group=4),

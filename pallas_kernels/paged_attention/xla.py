@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import MASKED, ceil_div, flat_blocks, pad_axis, scores, take_blocks
+from pallas_kernels.common.layout import LOWEST, MASKED, ceil_div, flat_blocks, pad_axis, scores, take_blocks
 from pallas_kernels.paged_decode.xla import decode, finish
 
-QUERY_TILE = 64  # tokens
-CHUNK = 256  # tokens of context an iteration
+QUERY_TILE = 128  # tokens
+CHUNK = 128  # tokens of context an iteration; 256 takes twice the time for 128 tokens on CPU
 
 
 def attend(
@@ -103,13 +103,13 @@ def attend_tile(
         s = jnp.where(seen, s, MASKED)
         v = jnp.where(inside[:, None], v, 0)  # 0 * NaN is NaN
         new_top = jnp.maximum(top, s.max(-1))
-        p = jnp.where(seen, jnp.exp(s - new_top[..., None]), 0)
+        p = jnp.exp(s - new_top[..., None])
         keep = jnp.exp(top - new_top)
         acc = acc * keep[..., None] + jnp.einsum("kqc,kcd->kqd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return new_top, total * keep + p.sum(-1), acc
 
     shape = (kv_heads, tile * group)
-    start = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
+    start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
     top, total, acc = lax.fori_loop(begin // chunk, ceil_div(end, chunk), step, start)
     sinks = None if sinks is None else jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, tile))
     out, _ = finish(top, total, acc, sinks)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import MASKED, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
+from pallas_kernels.common.layout import LOWEST, MASKED, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
 
 STEP_BYTES = 4 << 20  # K and V moved in an iteration, about
 
@@ -71,7 +71,7 @@ def decode(
         top, total, acc = (lax.dynamic_slice_in_dim(x, base, near) for x in carry)
         mine = (row - base) == jnp.arange(near)[:, None]
         new_top = jnp.maximum(top, jnp.where(mine[..., None, None], s.max(-1), MASKED).max(1))
-        p = jnp.where(seen[:, None, None], jnp.exp(s - take(new_top, row - base)[..., None]), 0)
+        p = jnp.exp(s - take(new_top, row - base)[..., None])
         part = jnp.einsum("wkgp,wkpd->wkgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
         keep = jnp.exp(top - new_top)
         total = total * keep + fold(mine, p.sum(-1))
@@ -79,7 +79,7 @@ def decode(
         return tuple(lax.dynamic_update_slice_in_dim(x, new, base, 0) for x, new in zip(carry, (new_top, total, acc), strict=True))
 
     shape = (rows, kv_heads, group)
-    start = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
+    start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
     top, total, acc = lax.fori_loop(0, ceil_div(ends[-1], pairs), step, start)
     out, lse = finish(top, total, acc, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
     rank = jnp.maximum(jnp.cumsum(live.astype(jnp.int32)) - 1, 0)

@@ -119,8 +119,9 @@ def test_blocks_and_tokens_write_the_same(rows):
     np.testing.assert_array_equal(results[0][1][:, 1:], results[1][1][:, 1:])
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-@pytest.mark.parametrize(("rows", "tokens", "decode"), [(DECODE, 3, True), (MIXED, 16, False)], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    ("rows", "tokens", "decode", "shards"), [(DECODE, 3, True, 2), (MIXED, 16, False, 4)], ids=["decode on 2", "mixed on 4"]
+)
 def test_kv_heads_over_devices(rows, tokens, decode, shards):
     """Each device holds K / shards heads of the pool and writes and attends on its own."""
     kv, q, batch = make_batch(rows, dtype="float32", tokens=tokens)
