@@ -25,7 +25,7 @@ def model_config(metadata: Metadata, where: str, *, vocab_size: int, tied: bool,
     get = lambda key, default=None: plain(metadata.get(f"{architecture}.{key}", default))
     try:
         fields = shape(get)
-    except TypeError as error:
+    except (TypeError, ArithmeticError) as error:
         raise UserError(
             f"{where} must name block_count, embedding_length, head_count and feed_forward_length; got {error}"
         ) from error

@@ -46,8 +46,8 @@ class Cursor:
         return self.scalars(kind, 1)[0]
 
     def scalars(self, kind: int, count: int) -> tuple[Any, ...]:
-        code = f"<{count}{SCALARS[kind]}"
-        return struct.unpack(code, self.take(struct.calcsize(code)))
+        piece = self.take(count * struct.calcsize(f"<{SCALARS[kind]}"))  # first: struct has errors of its own for a huge count
+        return struct.unpack(f"<{count}{SCALARS[kind]}", piece)
 
     def string(self) -> str:
         raw = self.take(self.scalar(10))

@@ -38,7 +38,7 @@ def read_json(path: Path) -> dict[str, Any]:
     check(path.is_file(), f"{path} must be a file; it does not exist")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} must be JSON; got {error}") from error
     check(isinstance(value, dict), f"{path} must hold a JSON object; got {type(value).__name__}")
     return value

@@ -30,7 +30,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         check(path.suffix == ".gguf", f"a model file must end in .gguf; got {path}")
         return open_gguf(path)
     check(
-        isinstance(source, str) and HUB_ID.fullmatch(source) is not None,
+        isinstance(source, str) and HUB_ID.fullmatch(source) is not None and path.suffix != ".gguf",
         f"a model must be a folder, a .gguf file or a hub id (organisation/name); {source} does not exist",
     )
     return open_hf(fetch(str(source)))

@@ -63,8 +63,10 @@ def devices() -> list[tuple[str, str]]:
         for device, limit in zip(found, memory, strict=True)
     ]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    rows.append(("host", f"{os.cpu_count()} cores, {terminal.size(free)} of {terminal.size(total)} memory free"))
+    free = ""
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:  # not on macOS
+        free = f"{terminal.size(os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))} of it free"
+    rows.append(("host", f"{os.cpu_count()} cores, {terminal.size(total)} memory{', ' if free else ''}{free}"))
     platform_name: Any = found[0].platform
     return [*rows, ("block size", f"{default_block_size(platform_name)} tokens, unless --block-size says another")]
 
