@@ -26,20 +26,35 @@ def make_buckets(config: EngineConfig, *, on_cpu: bool, one_row: bool) -> tuple[
     """All buckets of an engine, smallest first; `config` has no zeros left. `one_row`: a single row is worth a bucket of its
     own (float32 on CPU, where a matrix times one row runs at the speed of memory, and two rows at half of it); elsewhere the
     smallest has two rows, since a dot over one row is slow in bfloat16 on CPU and no faster anywhere else."""
-    rows, budget = config.schedule.max_num_seqs, config.schedule.max_num_batched_tokens
-    sizes = config.buckets.decode_rows or tuple(_ladder(1 if one_row else 2, rows, 4 if on_cpu else 2))
-    check(sizes[-1] >= rows, f"the largest of decode_rows must be at least max_num_seqs {rows}; got {sizes[-1]}")
-    tokens = config.buckets.prefill_tokens or tuple(_ladder(min(128, budget), budget, 4 if on_cpu else 2))
+    least = 1 if one_row else 2
+    lanes, budget = config.schedule.max_num_seqs, config.schedule.max_num_batched_tokens
+    rows, factor = max(lanes, least), 4 if on_cpu else 2
+    sizes = config.buckets.decode_rows or tuple(_ladder(least, rows, factor))
+    check(
+        sizes[0] >= least,
+        f"decode_rows must start at 2 or more (1 has a use in float32 on one CPU device only); got {sizes[0]}",
+    )
+    check(sizes[-1] >= lanes, f"the largest of decode_rows must be at least max_num_seqs {lanes}; got {sizes[-1]}")
+    # Above the rows: a bucket with as many tokens as rows is for decoding only.
+    most = max(budget, rows + 1)
+    tokens = config.buckets.prefill_tokens or tuple(_ladder(min(128, most), most, factor))
+    check(
+        tokens[0] >= least,
+        f"prefill_tokens must start at 2 or more (1 has a use in float32 on one CPU device only); got {tokens[0]}",
+    )
     check(tokens[-1] >= budget, f"the largest of prefill_tokens must be at least max_num_batched_tokens {budget}; got {tokens[-1]}")
-    check(tokens[-1] > rows, f"the largest of prefill_tokens must be above max_num_seqs {rows}; got {tokens[-1]}")
-    prefill = (Bucket(t, min(rows, max(1, t // 2))) for t in tokens)
+    check(tokens[-1] > rows, f"the largest of prefill_tokens must be above {rows}, the rows it holds; got {tokens[-1]}")
+    # The largest takes every plan there can be; the others save time where prompts are few and long.
+    prefill = (Bucket(t, rows if t == tokens[-1] else min(rows, max(least, t // 2))) for t in tokens)
     return tuple(sorted({*(Bucket(s, s) for s in sizes), *prefill}))
 
 
-def pick(buckets: Iterable[Bucket], tokens: int, rows: int) -> Bucket:
-    """The smallest bucket that holds the plan. A plan with as many tokens as rows may take a decode bucket."""
+def pick(buckets: Iterable[Bucket], tokens: int, rows: int, *, steps: int = 1) -> Bucket:
+    """The smallest bucket that holds the plan. A plan with as many tokens as rows may take a decode bucket, and must where it
+    has several steps: only those run more than one."""
     for bucket in sorted(buckets):
-        if bucket.tokens >= tokens and bucket.rows >= rows and (tokens == rows or not bucket.is_decode):
+        fits = tokens == rows if bucket.is_decode else steps == 1
+        if fits and bucket.tokens >= tokens and bucket.rows >= rows:
             return bucket
     raise RuntimeError(f"no compiled bucket holds {tokens} tokens in {rows} rows; there are {', '.join(map(str, sorted(buckets)))}")
 

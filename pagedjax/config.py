@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from pagedjax.errors import check
 
@@ -101,6 +101,7 @@ class CacheConfig:
     def __post_init__(self):
         p = self.block_size
         check(p >= 0 and p & (p - 1) == 0, f"block_size must be a power of two (or 0: chosen by device); got {p}")
+        _check_one_of("kv_dtype", self.kv_dtype)
         check(self.kv_memory >= 0, f"kv_memory must be a number of bytes (or 0: chosen by device); got {self.kv_memory}")
 
 
@@ -110,8 +111,8 @@ class ScheduleConfig:
 
     max_model_len: int = 0  # longest prompt plus output, tokens; 0: the model's own limit, at most 4096 on CPU
     max_num_seqs: int = 0  # R, lanes; 0: 32 on CPU, 256 elsewhere
-    max_num_batched_tokens: int = 0  # the token budget of a step; 0: 512 on CPU, 2048 elsewhere
-    max_queued: int = 4096  # requests that may wait; more are refused
+    max_num_batched_tokens: int = 0  # the token budget of a step, above max_num_seqs; 0: 512 on CPU, 2048 elsewhere
+    max_queued: int = 4096  # sequences that may wait (a request counts n times); more are refused
     async_steps: int = 1  # steps dispatched before the oldest one is committed; 0: wait for each
     decode_steps: int = 0  # most decode steps in one dispatch; 0: 1 on CPU, 8 elsewhere
 
@@ -122,8 +123,8 @@ class ScheduleConfig:
         check(self.async_steps in (0, 1), f"async_steps must be 0 or 1; got {self.async_steps}")
         rows, tokens = self.max_num_seqs, self.max_num_batched_tokens
         check(
-            not (rows and tokens) or tokens >= rows,
-            f"max_num_batched_tokens must be at least max_num_seqs (a decode never skips a step); got {tokens} and {rows}",
+            not (rows and tokens) or tokens > rows,
+            f"max_num_batched_tokens must be above max_num_seqs (prompts move on while all lanes decode); got {tokens} and {rows}",
         )
 
 
@@ -137,6 +138,10 @@ class BucketConfig:
     def __post_init__(self):
         for name in ("decode_rows", "prefill_tokens"):
             sizes = getattr(self, name)
+            integers = isinstance(sizes, list | tuple) and all(type(size) is int for size in sizes)
+            check(integers, f"{name} must be integers; got {sizes!r}")
+            sizes = tuple(sizes)
+            object.__setattr__(self, name, sizes)
             check(
                 all(size > 0 for size in sizes) and tuple(sorted(set(sizes))) == sizes,
                 f"{name} must be positive and ascending; got {sizes}",
@@ -164,6 +169,14 @@ class EngineConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+
+    def __post_init__(self):
+        _check_one_of("dtype", self.dtype)
+
+
+def _check_one_of(name: str, value: object) -> None:
+    known = ("auto", *get_args(Dtype))
+    check(value in known, f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 
 def default_block_size(platform: Literal["cpu", "gpu", "tpu"]) -> int:

@@ -2,7 +2,9 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,15 +29,24 @@ def pool_shape(config: EngineConfig, model: ModelConfig, platform: str, num_bloc
 
 def pool_blocks(config: EngineConfig, model: ModelConfig, mesh: Mesh, *, temp_bytes: Callable[[], int]) -> int:
     """N. kv_memory counts the whole pool, over all devices; 0 means: what is left of each device after the weights, the
-    largest temporary of a step (`temp_bytes`, asked only then) and 10 %; on CPU a quarter of the free memory, at most 4 GiB.
-    Never more than all lanes at full length could use."""
+    largest temporary of a step (`temp_bytes`, asked only then) and 10 %; on CPU a quarter of the available memory, at most
+    4 GiB. Never more than all lanes at full length could use. What follows from free memory is rounded down: N is part of the
+    compiled shapes, and a start with a little less memory must find the programs of the one before in the cache."""
     device = mesh.devices.flat[0]
     per_block = math.prod(pool_shape(config, model, device.platform, 1)) * kv_dtype(config).itemsize
     schedule = config.schedule
     blocks_per_row = -(-schedule.max_model_len // config.cache.block_size)
     most = schedule.max_num_seqs * blocks_per_row + 1
-    budget = config.cache.kv_memory or _free_bytes(device, mesh.size, temp_bytes)
-    blocks = min(budget // per_block, most)
+    on_cpu = device.platform == "cpu"
+    if config.cache.kv_memory:
+        budget = config.cache.kv_memory
+        blocks = min(budget // per_block, most)
+    elif on_cpu:
+        budget = available_memory() // 4
+        blocks = rounded_down(budget // per_block, min(most, CPU_LIMIT // per_block), parts=2)
+    else:
+        budget = _free_bytes(device, mesh.size, temp_bytes)
+        blocks = rounded_down(budget // per_block, most, parts=16)
     check(
         blocks >= 2,
         f"kv_memory must hold at least 2 blocks (one is scrap) of {per_block} bytes; got {budget} bytes",
@@ -43,9 +54,25 @@ def pool_blocks(config: EngineConfig, model: ModelConfig, mesh: Mesh, *, temp_by
     return blocks
 
 
+def rounded_down(count: int, most: int, *, parts: int) -> int:
+    """`most` where count reaches it, else the next lower of 2^k * (1 + i / parts), i < parts; `parts` is a power of two. Two
+    parts: 2, 3, 4, 6, 8, 12, …, at most a third lost; 16: at most 6 %."""
+    if count >= most:
+        return most
+    step = max(1, (1 << max(0, count.bit_length() - 1)) // parts)
+    return count // step * step
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of main memory that can be had without swapping: MemAvailable of Linux; half of what is built in elsewhere."""
+    if meminfo.exists():
+        found = re.search(r"^MemAvailable:\s*(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
 def _free_bytes(device: Any, num_devices: int, temp_bytes: Callable[[], int]) -> int:
-    if device.platform == "cpu":
-        return min(CPU_LIMIT, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
     stats = device.memory_stats() or {}
     limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
     return int(max(0, limit * 0.9 - used - temp_bytes()) * num_devices)

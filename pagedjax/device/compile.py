@@ -16,6 +16,7 @@ from pagedjax.buckets import Bucket
 from pagedjax.device.lanes import set_lane
 from pagedjax.device.sharding import replicated, state_shardings
 from pagedjax.device.step import StepSpec, run_step
+from pagedjax.errors import UserError, check
 from pagedjax.state import DeviceState, StepInput, StepOutput
 from pagedjax.wire import lane_fields, size, split, step_fields
 
@@ -31,10 +32,17 @@ class Compiled:
 
 
 def set_compile_cache(folder: str) -> None:
-    """Turns on JAX's persistent compilation cache in `folder`, for every compilation however short; "" leaves it off."""
+    """Turns on JAX's persistent compilation cache in `folder`, for every compilation however short; "" leaves it off. UserError
+    where nothing can be written there."""
     if folder:
         path = os.path.expanduser(folder)
-        os.makedirs(path, exist_ok=True)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"compile_cache must be a folder that can be made and written; got {folder} ({error.strerror})"
+            ) from error
+        check(os.access(path, os.W_OK | os.X_OK), f"compile_cache must be a folder that can be written; got {folder}")
         jax.config.update("jax_compilation_cache_dir", path)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
