@@ -1,6 +1,7 @@
 """The engine: the only holder of device arrays. Turns requests into token events, one dispatch after another."""
 
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +23,9 @@ from pagedjax.device.sharding import state_shardings
 from pagedjax.device.step import StepSpec
 from pagedjax.errors import check
 from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.plan import Entry, Plan, Row, RowResult
 from pagedjax.host.request import Logprobs, Request, SamplingParams, TokenEvent, Usage
-from pagedjax.host.scheduler import Entry, Plan, RowResult, Scheduler
+from pagedjax.host.scheduler import Scheduler
 from pagedjax.limits import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_STOP_IDS
 from pagedjax.memory import kv_dtype, pool_blocks, pool_shape
 from pagedjax.models import model_for
@@ -44,7 +46,8 @@ class InFlight:
 
 @dataclass
 class Padding:
-    """Tokens computed for nothing, since a plan is rounded up to a bucket."""
+    """Tokens that were asked for, and tokens computed for nothing since a plan is rounded up to a bucket; in each pass of a
+    dispatch of several decode steps."""
 
     computed: int = 0
     padding: int = 0
@@ -141,13 +144,14 @@ class Engine:
         before = compilations_of_this_thread()
         for entry in plan.entries:
             self._set_lane(entry)
-        bucket = pick(self.buckets, plan.num_tokens, len(plan.rows))
+        bucket = pick(self.buckets, plan.num_tokens, len(plan.rows), steps=plan.steps)
         buffer = pack(plan, bucket, self._fields[bucket], self.config.schedule.max_num_seqs)
         self.state, output = self.executables[bucket].call(self._params, self.state, buffer)
         output.tokens.copy_to_host_async()
         self._in_flight.append(InFlight(plan, output))
-        self.padding.computed += plan.num_tokens
-        self.padding.padding += bucket.tokens - plan.num_tokens
+        wanted = sum(max(row.count, row.steps) for row in plan.rows)
+        self.padding.computed += wanted
+        self.padding.padding += bucket.tokens * plan.steps - wanted
         self.compilations_after_start += compilations_of_this_thread() - before
         if self.compilations_after_start:
             raise RuntimeError(f"bucket {bucket} was compiled after start; every shape must be compiled before")
@@ -160,7 +164,7 @@ class Engine:
         """The step's output by row; waits for the device. Logprobs are fetched only where a row asked for them."""
         out, rows = done.output, done.plan.rows
         tokens = np.asarray(out.tokens)
-        params = [self._params_of(row.request_id, row.index) for row in rows]
+        params = [self._params_of(row) for row in rows]
         wants = any(p is not None and p.logprobs is not None for p in params)
         scores = any(row.targets for row in rows)
         top = [np.asarray(a) for a in (out.logprob, out.rank, out.top_ids, out.top_logprobs)] if wants else None
@@ -183,9 +187,10 @@ class Engine:
             at += row.count
         return results
 
-    def _params_of(self, request_id: str, index: int) -> SamplingParams | None:
-        sequence = self.scheduler.find(request_id, index)
-        return None if sequence is None else sequence.request.params
+    def _params_of(self, row: Row) -> SamplingParams | None:
+        """None where the results of the row will be dropped."""
+        sequence = self.scheduler.find(row.request_id, row.index)
+        return None if sequence is None or sequence.epoch != row.epoch else sequence.request.params
 
     # --- start ------------------------------------------------------------------------------------------------------
 
@@ -206,13 +211,15 @@ class Engine:
         return memory.temp_size_in_bytes if memory else 0
 
     def _compile(self, spec: StepSpec, state: DeviceState, progress: Progress) -> tuple[dict[Bucket, Compiled], Compiled]:
-        total, done = len(self.buckets) + 1, 0
+        total, done, lock = len(self.buckets) + 1, 0, threading.Lock()
         progress("compile", 0, total)
 
         def count(key: Any, _: Compiled) -> None:
+            """Called by the threads that compile."""
             nonlocal done
-            done += 1
-            progress(f"compile {key}", done, total)
+            with lock:
+                done += 1
+                progress(f"compile {key}", done, total)
 
         lowerings: list[tuple[Any, Callable[[], jax.stages.Lowered]]] = [
             (bucket, partial(lower_step, spec, bucket, self._params, state, self._table_width)) for bucket in self.buckets
@@ -246,6 +253,13 @@ class Engine:
         check(
             1 <= longest <= BAD_WORD_TOKENS,
             f"request {request.id}: a bad word may be {BAD_WORD_TOKENS} tokens long; got {longest}",
+        )
+        banned = {word[0] for word in request.bad_words if len(word) == 1} | set(request.stop_ids if p.min_tokens else ())
+        allowed = range(vocab) if p.allowed_token_ids is None else p.allowed_token_ids
+        check(
+            any(i not in banned for i in allowed),
+            f"request {request.id}: allowed_token_ids must leave a token beside bad_words and, with min_tokens, the stop ids; "
+            f"got {len(set(allowed))} allowed, all of them banned",
         )
 
 

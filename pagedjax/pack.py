@@ -3,7 +3,7 @@
 import numpy as np
 
 from pagedjax.buckets import Bucket
-from pagedjax.host.scheduler import Entry, Plan
+from pagedjax.host.plan import Entry, Plan
 from pagedjax.limits import BAD_WORD_TOKENS
 from pagedjax.wire import Fields, size, split
 

@@ -109,6 +109,35 @@ def test_cancel_frees_blocks_before_the_next_step(stories_engine: Callable[..., 
     assert engine.step() == [] and not engine.has_work()
 
 
+def test_what_leaves_a_token_is_taken(stories_engine: Callable[..., Engine]) -> None:
+    """A longer bad word and stop ids without min_tokens ban nothing at first."""
+    request = replace(greedy("a", [BOS], 3, allowed_token_ids=(5, 6)), bad_words=((6,), (5, 9)), stop_ids=(5,))
+    own = run(stories_engine(), [request])["a", 0]
+    assert tokens_of(own) == (5,) and own[-1].finish == "stop"
+
+
+def test_an_id_used_again_gets_its_own_tokens(stories_engine: Callable[..., Engine]) -> None:
+    """While a step of the one before is in flight."""
+    engine = stories_engine()
+    request = greedy("a", [BOS, 403], 6)
+    alone = tokens_of(run(engine, [request])["a", 0])
+    engine.add(greedy("a", [BOS] * 5, 20, logprobs=2))
+    engine.step()
+    engine.cancel("a")
+    assert tokens_of(run(engine, [request])["a", 0]) == alone
+
+
+def test_padding_counts_every_pass(stories_engine: Callable[..., Engine]) -> None:
+    engine = stories_engine(**{"schedule.decode_steps": 16})
+    padding, stats = replace(engine.padding), replace(engine.scheduler.stats)
+    run(engine, [greedy("a", [BOS], 33)])
+    now = engine.scheduler.stats
+    assert now.steps - stats.steps >= 33
+    computed = engine.padding.computed - padding.computed
+    assert computed == now.scheduled_tokens - stats.scheduled_tokens
+    assert computed + engine.padding.padding - padding.padding == 4 * (now.steps - stats.steps), "every pass has four rows"
+
+
 def test_the_pool_is_written_in_place(stories_engine: Callable[..., Engine]) -> None:
     """Every bucket aliases the whole state; what it needs beside is less than one layer's K and V."""
     engine = stories_engine(max_model_len=512, max_num_seqs=16, **{"buckets.decode_rows": (1, 16), "cache.kv_memory": 32 << 20})
@@ -151,8 +180,13 @@ def test_nothing_is_compiled_after_start(stories_engine: Callable[..., Engine]) 
         (replace(greedy("x", [1], 5), stop_ids=(512,)), "stop_token_ids must be token ids below 512; got 512"),
         (replace(greedy("x", [1], 5), stop_ids=tuple(range(17))), "may have 16 stop ids, the model's included; got 17"),
         (replace(greedy("x", [1], 5), bad_words=((1, 2, 3, 4, 5, 6, 7, 8, 9),)), "a bad word may be 8 tokens long; got 9"),
-        (replace(greedy("x", [1], 5), bad_words=((1,),) * 17), "bad_words may make 16 token sequences; got 17"),
+        (replace(greedy("x", [1], 5), bad_words=((1,),) * 49), "bad_words may make 48 token sequences; got 49"),
         (replace(greedy("x", [1], 5), bad_words=((900,),)), "bad_words must be token ids below 512; got 900"),
+        (
+            replace(greedy("x", [1], 5, allowed_token_ids=(5, 6, 7), min_tokens=1), bad_words=((5,),), stop_ids=(6, 7)),
+            "allowed_token_ids must leave a token beside bad_words and, with min_tokens, the stop ids; got 3 allowed",
+        ),
+        (replace(greedy("x", [1], 5, allowed_token_ids=(5,)), bad_words=((5,),)), "must leave a token .* got 1 allowed"),
         (greedy("x", [1] * 128, 5), "must be shorter than max_model_len 128; got 128 tokens"),
     ],
 )

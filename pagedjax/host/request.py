@@ -1,12 +1,16 @@
 """What a user asks for and what the engine answers: plain values, no behaviour beyond their own checks."""
 
+import math
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
-from pagedjax.errors import check
-from pagedjax.limits import NUM_BAD_WORDS, NUM_BIASES, NUM_LOGPROBS, NUM_STOP_IDS
+from pagedjax.errors import UserError, check
+from pagedjax.limits import NUM_BAD_STRINGS, NUM_BIASES, NUM_LOGPROBS, NUM_STOP_IDS
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +20,8 @@ class SamplingParams:
     Logprobs are of the raw model distribution: before temperature, penalties, biases and filters.
     """
 
-    n: int = 1  # independent samples
-    max_tokens: int | None = 16  # None: up to the longest the engine allows
+    n: int = 1  # independent samples; at temperature 0 they are all the same
+    max_tokens: int | None = 16  # None: up to the longest the engine and its pool allow
     min_tokens: int = 0  # stop ids are not sampled before this many tokens
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0 or -1: off
@@ -40,14 +44,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        for name in ("allowed_token_ids", "bad_words", "stop", "stop_token_ids"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                value = (value,)
-            object.__setattr__(self, name, None if value is None else tuple(value))
+        self._check_types()
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
         check(1 <= self.n <= 128, f"n must be between 1 and 128; got {self.n}")
         check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1; got {self.max_tokens}")
         check(self.min_tokens >= 0, f"min_tokens must not be negative; got {self.min_tokens}")
@@ -68,7 +67,7 @@ class SamplingParams:
         worst = max(self.logit_bias.values(), key=abs, default=0.0)
         check(abs(worst) <= 100, f"logit_bias values must be in [-100, 100]; got {worst}")
         check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty; got ()")
-        check(len(self.bad_words) <= NUM_BAD_WORDS, f"bad_words may hold {NUM_BAD_WORDS} entries; got {len(self.bad_words)}")
+        check(len(self.bad_words) <= NUM_BAD_STRINGS, f"bad_words may hold {NUM_BAD_STRINGS} words; got {len(self.bad_words)}")
         check(all(self.bad_words), "bad_words must not hold an empty string")
         check(all(self.stop), "stop must not hold an empty string")
         check(len(self.stop) <= 16, f"stop may hold 16 strings; got {len(self.stop)}")
@@ -78,6 +77,47 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             check(value is None or 0 <= value <= NUM_LOGPROBS, f"{name} must be between 0 and {NUM_LOGPROBS}; got {value}")
+
+    def _check_types(self) -> None:
+        """Fields become plain integers, tuples of them, tuples of strings, and a dict; UserError for what is none."""
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None or name in ("n", "min_tokens", "top_k"):
+                object.__setattr__(self, name, integer(name, value))
+        for name in ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            value = getattr(self, name)
+            check(_is_number(value), f"{name} must be a number; got {value!r}")
+        for name in ("allowed_token_ids", "stop_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None or name == "stop_token_ids":
+                check(isinstance(ids, Iterable), f"{name} must be token ids; got {ids!r}")
+                object.__setattr__(self, name, tuple(integer(f"each of {name}", i) for i in ids))
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            texts = (texts,) if isinstance(texts, str) else texts
+            check(isinstance(texts, Iterable), f"{name} must be strings; got {texts!r}")
+            texts = tuple(texts)
+            wrong = [text for text in texts if not isinstance(text, str)]
+            check(not wrong, f"each of {name} must be a string; got {wrong[:1]}")
+            object.__setattr__(self, name, texts)
+        bias = {} if self.logit_bias is None else self.logit_bias
+        check(isinstance(bias, Mapping), f"logit_bias must map token ids to numbers; got {bias!r}")
+        for value in bias.values():
+            check(_is_number(value) and not math.isnan(value), f"logit_bias values must be numbers; got {value!r}")
+        object.__setattr__(self, "logit_bias", {integer("each token of logit_bias", k): float(v) for k, v in bias.items()})
+
+
+def integer(name: str, value: Any) -> int:
+    """A plain int of any kind of integer; UserError for all else, 2.0 and True included."""
+    try:
+        check(not isinstance(value, bool), f"{name} must be an integer; got {value}")
+        return operator.index(value)
+    except TypeError:
+        raise UserError(f"{name} must be an integer; got {value!r}") from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Continuous batching at iteration level (Orca, Yu et al. 2022) over a paged cache (vLLM, Kwon et al. 2023).
 
 `schedule` makes the Plan of one step from what is known; `commit` takes the step's tokens. Between the two a sequence may be
-scheduled again: its newest token is then still on the device. Results carry (request, index, epoch), and what belongs to an
-earlier life of a preempted sequence is dropped.
+scheduled again: its newest token is then still on the device. Rows carry (request, index, epoch), and what belongs to an earlier
+life of a preempted sequence, or to a request that ended before its id was used again, is dropped.
 """
 
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from pagedjax.errors import QueueFull, check
 from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.plan import Entry, Plan, Row, RowResult
 from pagedjax.host.request import FinishReason, Logprobs, Request, TokenEvent, Usage
 
 Key = tuple[str, int]  # request id, index of the sequence
@@ -28,9 +30,9 @@ class Sequence:
     max_len: int  # prompt and output
     tokens: list[int]  # prompt and the output the host has seen
     table: np.ndarray  # i32[B]: its blocks, then zeros
+    epoch: int  # of its present life; no other life in this scheduler has the same
     blocks: list[int] = field(default_factory=list)
     lane: int = -1
-    epoch: int = 0
     num_scheduled: int = 0
     num_committed: int = 0
     num_pending: int = 0  # tokens sampled by steps in flight
@@ -53,59 +55,6 @@ class Sequence:
 
     def usage(self) -> Usage:
         return Usage(prompt=self.prompt_len, generated=len(self.tokens) - self.prompt_len, recomputed=self.recomputed)
-
-
-@dataclass(frozen=True)
-class Row:
-    """`count` tokens of one sequence in a step, from position `start`."""
-
-    request_id: str
-    index: int
-    epoch: int
-    lane: int
-    start: int
-    count: int
-    tokens: tuple[int, ...] | None  # None: one token, still on the device
-    table: np.ndarray  # i32[B]; the sequence's own, read when the step is packed
-    steps: int  # decode steps this row may take in the dispatch; 0: no token is sampled
-    targets: tuple[int, ...] | None  # tokens whose prompt logprobs are wanted: those after positions start, start + 1, …
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A sequence that takes a lane with this plan: what the lane must hold."""
-
-    lane: int
-    request: Request
-    index: int
-    tokens: tuple[int, ...]
-    max_len: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One dispatch. Rows with one token come first."""
-
-    rows: tuple[Row, ...]
-    entries: tuple[Entry, ...]
-    steps: int
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
-
-    @property
-    def num_decode(self) -> int:
-        return sum(row.count == 1 for row in self.rows)
-
-
-@dataclass(frozen=True)
-class RowResult:
-    """What a step gave a row: sampled tokens, their logprobs where asked for, and prompt logprobs of its positions."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] | None = None
-    scored: tuple[Logprobs, ...] = ()
 
 
 @dataclass
@@ -140,14 +89,16 @@ class Scheduler:
         max_queued: int,
         decode_steps: int,
     ):
-        check(token_budget > num_lanes, f"max_num_batched_tokens must be above max_num_seqs; got {token_budget} and {num_lanes}")
+        """token_budget is above num_lanes (ScheduleConfig checks it). max_queued counts sequences: n for a request."""
         self.pool, self.block_size, self.max_model_len = pool, block_size, max_model_len
         self.token_budget, self.max_queued, self.decode_steps = token_budget, max_queued, decode_steps
         self.table_width = -(-max_model_len // block_size)
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        self.running: list[Sequence] = []  # in order of admission: one that was preempted comes back at the end
         self.stats = Stats()
         self._live: dict[Key, Sequence] = {}
+        self._ids: Counter[str] = Counter()  # live sequences of each request that has any
+        self._epochs = itertools.count()
         self._lanes = list(range(num_lanes - 1, -1, -1))
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -167,26 +118,30 @@ class Scheduler:
             need <= capacity,
             f"request {request.id}: prompt and output need {need} blocks of {size} tokens; the pool has {capacity}",
         )
-        check((request.id, 0) not in self._live, f"request id {request.id} is already in use")
+        check(request.id not in self._ids, f"request id {request.id} is already in use")
         if len(self.waiting) + n > self.max_queued:
             raise QueueFull(
                 f"request {request.id}: the queue may hold {self.max_queued} sequences; {len(self.waiting)} wait, {n} more came"
             )
         for index in range(n):
             table = np.zeros(self.table_width, np.int32)
-            sequence = Sequence(request, index, max_len, list(request.prompt), table)
+            sequence = Sequence(request, index, max_len, list(request.prompt), table, next(self._epochs))
             self._live[sequence.key] = sequence
+            self._ids[request.id] += 1
             self.waiting.append(sequence)
 
     def max_len(self, request: Request) -> int:
-        """Longest prompt and output of a request."""
-        wanted = request.params.max_tokens
-        return self.max_model_len if wanted is None else min(len(request.prompt) + wanted, self.max_model_len)
+        """Longest prompt and output of a request; without max_tokens as long as the pool allows (its last token is never
+        written), but for one token at least."""
+        prompt, wanted = len(request.prompt), request.params.max_tokens
+        if wanted is None:
+            wanted = max(1, self.pool.capacity * self.block_size + 1 - prompt)
+        return min(prompt + wanted, self.max_model_len)
 
-    def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> list[TokenEvent]:
+    def cancel(self, request_id: str) -> list[TokenEvent]:
         """Ends all sequences of a request; their blocks are free at once. Unknown ids are ignored."""
         sequences = [s for key, s in self._live.items() if key[0] == request_id]
-        return [self._finish(s, reason) for s in sequences]
+        return [self._finish(s, "cancelled") for s in sequences]
 
     def finish(self, request_id: str, index: int, num_tokens: int) -> Usage | None:
         """Ends one sequence after its first num_tokens output tokens (a stop string was found in the text)."""
@@ -356,9 +311,13 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence) -> bool:
         """Hysteresis: a sequence enters when its tokens fit beside what the running ones still have to prefill, with one block
-        left for each of those to grow, so that it is not preempted again at once."""
-        owed = sum(max(0, self.blocks_for(s.length) - len(s.blocks)) for s in self.running)
-        return self.blocks_for(len(sequence.tokens)) + owed + len(self.running) <= self.pool.num_free
+        left for each of those that will grow beyond it, so that it is not preempted again at once."""
+        owed = 0
+        for s in self.running:
+            held, known = len(s.blocks), self.blocks_for(s.length)
+            owed += max(0, known - held)
+            owed += self.blocks_for(s.max_len - 1) > max(held, known)
+        return self.blocks_for(len(sequence.tokens)) + owed <= self.pool.num_free
 
     def _enter(self, sequence: Sequence) -> Entry:
         sequence.lane = self._lanes.pop()
@@ -368,7 +327,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """By recomputation: the sequence gives back all it holds and waits at the head of the queue."""
         self._vacate(sequence)
-        sequence.epoch += 1
+        sequence.epoch = next(self._epochs)
         sequence.num_scheduled = sequence.num_committed = sequence.num_pending = 0
         self.waiting.appendleft(sequence)
         self.stats.preemptions += 1
@@ -387,6 +346,9 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         del self._live[sequence.key]
+        self._ids[sequence.request.id] -= 1
+        if not self._ids[sequence.request.id]:
+            del self._ids[sequence.request.id]
         return TokenEvent(sequence.request.id, sequence.index, (), finish=reason, usage=sequence.usage())
 
     def _count(self, plan: Plan) -> None:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from pagedjax.errors import QueueFull, UserError
 from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.plan import Plan, RowResult
 from pagedjax.host.request import Request, SamplingParams, TokenEvent
-from pagedjax.host.scheduler import Plan, RowResult, Scheduler
+from pagedjax.host.scheduler import Scheduler
 
 
 def next_token(tokens: list[int]) -> int:
@@ -285,9 +286,72 @@ def test_an_id_cannot_be_used_twice_at_once() -> None:
         scheduler.add(make_request("a", [1], 5))
 
 
-def test_budget_must_exceed_lanes() -> None:
-    with pytest.raises(UserError, match="max_num_batched_tokens must be above max_num_seqs; got 4 and 4"):
-        make_scheduler(token_budget=4, num_lanes=4)
+def test_an_id_is_taken_while_any_of_its_samples_lives() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1], 5, n=3))
+    scheduler.finish("a", 0, 0)
+    scheduler.finish("a", 2, 0)
+    with pytest.raises(UserError, match="request id a is already in use"):
+        scheduler.add(make_request("a", [1], 5))
+    scheduler.finish("a", 1, 0)
+    assert not scheduler.has_work()
+    scheduler.add(make_request("a", [1], 5))
+    scheduler.cancel("a")
+    scheduler.add(make_request("a", [1], 5))
+
+
+def test_results_of_a_dead_request_are_not_those_of_a_new_one_with_its_id() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3], 20))
+    plan = scheduler.schedule()
+    assert plan is not None
+    results = Device(scheduler).run(plan)
+    scheduler.cancel("a")
+    again = make_request("a", [7, 8, 9], 5)
+    scheduler.add(again)
+    fresh = scheduler.schedule()
+    assert fresh is not None and fresh.rows[0].epoch != plan.rows[0].epoch
+    assert scheduler.commit(plan, results) == []
+    (event,) = scheduler.commit(fresh, Device(scheduler).run(fresh))
+    assert list(event.tokens) == expected(again, 64)[:1]
+
+
+def test_epochs_are_those_of_one_life() -> None:
+    """Over preemptions, too: (id, index, epoch) names the same prompt and one life of it."""
+    scheduler = make_scheduler(num_blocks=17)
+    lives: dict[int, tuple[str, int]] = {}
+
+    def note(_: int, plan: Plan | None) -> None:
+        for row in plan.rows if plan else ():
+            assert lives.setdefault(row.epoch, (row.request_id, row.index)) == (row.request_id, row.index)
+
+    drive(scheduler, {0: [make_request(f"r{i}", [i, 2, 3], 40) for i in range(4)]}, delay=1, each_step=note)
+    assert len(lives) == 4 + scheduler.stats.preemptions > 4
+
+
+@pytest.mark.parametrize(("prompt", "generated"), [(3, 18), (20, 1)])
+def test_without_max_tokens_the_pool_is_the_limit(prompt: int, generated: int) -> None:
+    """Five blocks of four tokens, and a last token that is never written."""
+    scheduler = make_scheduler(num_blocks=6)
+    request = Request("a", (1,) * prompt, SamplingParams(max_tokens=None))
+    own = drive(scheduler, {0: [request]}, delay=1)["a", 0]
+    assert len(tokens_of(own)) == generated and own[-1].finish == "length"
+
+
+def test_without_max_tokens_the_prompt_must_fit() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    with pytest.raises(UserError, match="prompt and output need 6 blocks of 4 tokens; the pool has 5"):
+        scheduler.add(Request("a", (1,) * 21, SamplingParams(max_tokens=None)))
+
+
+@pytest.mark.parametrize(("max_tokens", "joined"), [(3, ["a", "b"]), (5, ["a"])])
+def test_no_block_is_kept_for_one_that_will_not_grow(max_tokens: int, joined: list[str]) -> None:
+    """Three blocks of four: `a` holds two. With 5 + 3 tokens it never needs another, with 5 + 5 it will."""
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_request("a", [1] * 5, max_tokens))
+    scheduler.add(make_request("b", [1] * 4, 1))
+    plan = scheduler.schedule()
+    assert plan is not None and sorted(row.request_id for row in plan.rows) == joined
 
 
 @pytest.mark.parametrize(("rows", "ratio"), [(8, 1.77), (32, 1.93)])

@@ -1,0 +1,60 @@
+"""What the scheduler asks of a step, and what the step answers: plain values."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedjax.host.request import Logprobs, Request
+
+
+@dataclass(frozen=True)
+class Row:
+    """`count` tokens of one sequence in a step, from position `start`."""
+
+    request_id: str
+    index: int
+    epoch: int
+    lane: int
+    start: int
+    count: int
+    tokens: tuple[int, ...] | None  # None: one token, still on the device
+    table: np.ndarray  # i32[B]; the sequence's own, read when the step is packed
+    steps: int  # decode steps this row may take in the dispatch; 0: no token is sampled
+    targets: tuple[int, ...] | None  # tokens whose prompt logprobs are wanted: those after positions start, start + 1, …
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sequence that takes a lane with this plan: what the lane must hold."""
+
+    lane: int
+    request: Request
+    index: int
+    tokens: tuple[int, ...]
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One dispatch. Rows with one token come first."""
+
+    rows: tuple[Row, ...]
+    entries: tuple[Entry, ...]
+    steps: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    @property
+    def num_decode(self) -> int:
+        return sum(row.count == 1 for row in self.rows)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What a step gave a row: sampled tokens, their logprobs where asked for, and prompt logprobs of its positions."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None = None
+    scored: tuple[Logprobs, ...] = ()
