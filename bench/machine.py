@@ -25,12 +25,12 @@ def read_bandwidth(size: int = 512 << 20, repeats: int = 5) -> float:
 
 
 def peak_memory() -> int:
-    """Bytes: the largest resident size of this process so far."""
+    """Bytes: the largest resident size of this process so far. Linux only: elsewhere ru_maxrss has another unit."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def seconds_since_process_start() -> float:
-    """Linux only; good to about 10 ms."""
+    """Seconds since the operating system started this process, good to about 10 ms. Linux only: reads /proc."""
     with open("/proc/self/stat") as file:
         ticks = int(file.read().rsplit(")", 1)[1].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
