@@ -1,7 +1,7 @@
 """What every kind of checkpoint looks like once it is open: a configuration, defaults, and one function that reads a weight."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,14 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_tokens: int | None = None  # of an answer
+
+    def sampling(self) -> dict[str, Any]:
+        """What they do say of how tokens are chosen, by the names of SamplingParams."""
+        return {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+
+
+SAMPLING_NAMES = tuple(f.name for f in fields(GenerationDefaults) if f.name != "stop_ids")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.bind import FileTensor, Origin, bind, file_specs
-from checkpoints.checkpoint import Checkpoint, GenerationDefaults
+from checkpoints.checkpoint import SAMPLING_NAMES, Checkpoint, GenerationDefaults
 from checkpoints.hf_config import model_config
 from checkpoints.names import NAMES
 from checkpoints.safetensors_file import safetensors_tensors
@@ -100,18 +100,18 @@ def as_ids(value: Any, where: str) -> set[int]:
 
 
 def generation_defaults(folder: Path, raw: Mapping[str, Any]) -> GenerationDefaults:
-    """Stop ids from config.json and generation_config.json; sampling from the latter, unless it says do_sample false."""
+    """Stop ids from config.json and generation_config.json; sampling from the latter, which is greedy where it says
+    do_sample false (as transformers takes it)."""
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     text = raw.get("text_config") or {}
     stop = as_ids(raw.get("eos_token_id"), "config.json") | as_ids(text.get("eos_token_id"), "config.json")
     stop |= as_ids(generation.get("eos_token_id"), "generation_config.json")
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    sampling = (
-        {}
-        if generation.get("do_sample") is False
-        else {name: generation[name] for name in names if generation.get(name) is not None}
-    )
+    theirs = {name: "max_new_tokens" if name == "max_tokens" else name for name in SAMPLING_NAMES}
+    sampling = {name: generation[key] for name, key in theirs.items() if generation.get(key) is not None}
     for name, value in sampling.items():
-        check(isinstance(value, int | float), f"{name} of {path} must be a number; got {value!r}")
+        check(isinstance(value, int | float), f"{theirs[name]} of {path} must be a number; got {value!r}")
+    if generation.get("do_sample") is False:  # what only sampling uses is not read then
+        greedy = {name: sampling[name] for name in ("repetition_penalty", "max_tokens") if name in sampling}
+        sampling = {"temperature": 0.0, **greedy}
     return GenerationDefaults(stop_ids=tuple(sorted(stop)), **sampling)

@@ -9,10 +9,13 @@ from typing import Any
 
 HOME = {
     "LLM": "pagedjax.llm",
+    "Delta": "pagedjax.loop",
     "EngineConfig": "pagedjax.config",
+    "EngineLoop": "pagedjax.loop",
     "RequestOutput": "pagedjax.llm",
     "SamplingParams": "pagedjax.host.request",
     "Score": "pagedjax.llm",
+    "Stream": "pagedjax.loop",
     "UserError": "pagedjax.errors",
 }
 

@@ -1,11 +1,14 @@
 """LLM: the offline API. Names follow vLLM's, so that its users feel at home."""
 
+import contextlib
 import itertools
 import math
+import numbers
 import os
 import time
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,10 +21,11 @@ from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
 from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Usage
-from pagedjax.loop import EngineLoop, Stream
+from pagedjax.loop import EngineLoop, Stream, start_off_loop
 from pagedjax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Prompt = str | Sequence[int]
+AnyPrompt = Prompt | Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, as in vLLM
 Message = Mapping[str, Any]
 
 
@@ -44,7 +48,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. Times are seconds."""
+    """A finished request. Times are seconds from when it was handed to the engine, waiting included."""
 
     request_id: str
     prompt: str | None
@@ -69,7 +73,8 @@ class Score:
 
 
 class LLM:
-    """A model with its engine. A context manager: leaving it ends the engine's thread."""
+    """A model with its engine. A context manager: leaving it ends the engine's thread, and so does dropping the last reference.
+    Streams that are open then end with finish "cancelled"."""
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class LLM:
         self.load_seconds = time.perf_counter() - start
         self.engine = Engine(checkpoint.config, layout, params, config, mesh, progress=progress)
         self.loop = EngineLoop(self.engine, self.tokenizer)
+        weakref.finalize(self, self.loop.close)  # runs at the interpreter's exit, too: a thread inside JAX must not outlive it
         self._ids = itertools.count()
 
     def __enter__(self) -> "LLM":
@@ -116,14 +122,13 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's makers recommend (generation_config.json); SamplingParams() where they say nothing."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        given = {name: getattr(self.defaults, name) for name in names}
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(**self.defaults.sampling())
 
-    def request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def request(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None) -> Request:
         """The engine's form of a prompt: text is tokenized (with BOS where the model wants it), token ids are taken as they are."""
-        params = params or self.get_default_sampling_params()
-        ids = tuple(self._tokenizer("a text prompt").encode(prompt)) if isinstance(prompt, str) else tuple(int(i) for i in prompt)
+        params = sampling_params or self.get_default_sampling_params()
+        plain, _ = plain_prompt(prompt)
+        ids = tuple(self._tokenizer("a text prompt").encode(plain)) if isinstance(plain, str) else tuple(plain)
         words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             words = self._tokenizer("bad_words").bad_word_ids(params.bad_words)
@@ -142,68 +147,119 @@ class LLM:
             raise UserError(f"{what} needs a tokenizer; the model has none (prompts may be token ids)")
         return self.tokenizer
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Starts one request; iterate the result (or `async for` it) for its pieces."""
-        return self.loop.submit(self.request(prompt, params))
+    def stream(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """Starts one request; iterate the result (or `async for` it) for its pieces. Leaving early cancels it."""
+        return self.loop.submit(self.request(prompt, sampling_params))
 
-    def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> tuple[int, ...]:
-        """Token ids of a conversation in the model's chat template."""
-        return tuple(self._tokenizer("chat").encode_chat(messages, **template_options))
+    async def stream_async(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """`stream` for servers: neither tokenizing nor waiting for the engine's thread holds up the event loop."""
+        return await start_off_loop(lambda: self.stream(prompt, sampling_params))
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation in the model's chat template, to which `chat_template_kwargs` are further variables."""
+        variables = dict(chat_template_kwargs or {})
+        taken = sorted({"messages", "tools", "add_generation_prompt"} & set(variables))
+        check(not taken, f"chat_template_kwargs must not hold what has an argument of its own; got {', '.join(taken)}")
+        template = variables.pop("chat_template", None)  # the name of one, where a model has several
+        tokenizer = self._tokenizer("chat")
+        return tuple(
+            tokenizer.encode_chat(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, template=template, **variables
+            )
+        )
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """All prompts at once, batched continuously; outputs in the order of the prompts. One prompt is a text or token ids."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        batch = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
-        each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
+        """All prompts at once, batched continuously; outputs in the order of the prompts. One prompt is a text, token ids, or an
+        object with "prompt" or "prompt_token_ids"."""
+        batch = as_batch(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            each = [sampling_params] * len(batch)
+        else:
+            each = list(sampling_params)
         check(
             len(each) == len(batch),
             f"there must be one SamplingParams for all prompts or one each; got {len(each)} for {len(batch)}",
         )
         requests = [self.request(prompt, p) for prompt, p in zip(batch, each, strict=True)]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return self._run(requests, texts)
+        texts = [plain_prompt(prompt)[1] for prompt in batch]
+        with contextlib.closing(in_order(self.loop, requests)) as streams:
+            return [collect(request, stream, text) for (request, stream), text in zip(streams, texts, strict=True)]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | None = None,
-        **template_options: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, each a list of {"role": …, "content": …}."""
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
-        batch = [cast(Sequence[Message], messages)] if single else list(cast(Sequence[Sequence[Message]], messages))
-        return self.generate([self.chat_prompt(m, **template_options) for m in batch], params)
+        check(len(messages) > 0, "chat must be given at least one message; got none")
+        batch = cast(Sequence[Sequence[Message]], [messages] if isinstance(messages[0], Mapping) else messages)
+        options: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        prompts = [self.chat_prompt(m, add_generation_prompt=add_generation_prompt, **options) for m in batch]
+        return self.generate(prompts, sampling_params)
 
-    def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
+    def score(self, texts: AnyPrompt | Sequence[AnyPrompt]) -> list[Score]:
         """Logprobs of every token of each text but the first, under the raw model distribution."""
         outputs = self.generate(texts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
         return [Score(o.prompt_token_ids, tuple(p.logprob for p in o.prompt_logprobs or ())) for o in outputs]
 
-    def _run(self, requests: Sequence[Request], texts: Sequence[str | None]) -> list[RequestOutput]:
-        """Keeps the queue full, but never overfull, until every request is answered."""
-        todo, running = list(range(len(requests))), deque[tuple[int, Stream]]()
-        outputs: dict[int, RequestOutput] = {}
-        try:
-            while todo or running:
-                refused = []
-                for i, result in zip(todo, self.loop.submit_all([requests[i] for i in todo]) if todo else [], strict=True):
-                    if isinstance(result, Stream):
-                        running.append((i, result))
-                    elif isinstance(result, QueueFull) and running:
-                        refused.append(i)
-                    else:
-                        raise result
-                todo = refused
-                i, stream = running.popleft()
-                outputs[i] = collect(requests[i], stream, texts[i])
-        finally:
-            for _, stream in running:
-                stream.cancel()
-        return [outputs[i] for i in range(len(requests))]
+
+def as_batch(prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[AnyPrompt]:
+    """A list of prompts, of one or several."""
+    single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
+    return [cast(AnyPrompt, prompts)] if single else list(cast(Sequence[AnyPrompt], prompts))
+
+
+def plain_prompt(prompt: AnyPrompt) -> tuple[Prompt, str | None]:
+    """(text or token ids, the text as far as it is known). UserError for what is neither."""
+    text: Any = None
+    if isinstance(prompt, Mapping):
+        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+        check(len(prompt) > 0 and not unknown, f"a prompt object must hold prompt, prompt_token_ids or both; got {sorted(prompt)}")
+        text = prompt.get("prompt")
+        prompt = cast(Prompt, prompt.get("prompt_token_ids", text))
+    if isinstance(prompt, str):
+        return prompt, prompt
+    ids: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [prompt]
+    right = all(isinstance(i, numbers.Integral) for i in ids)
+    check(right, f"a prompt must be a text, token ids or an object with either; got {prompt!r:.80}")
+    return [int(i) for i in ids], text
+
+
+def in_order(loop: EngineLoop, requests: Sequence[Request]) -> Generator[tuple[Request, Stream]]:
+    """The requests with their streams, in order; as many run ahead as the engine's queue takes. The first request that cannot be
+    honoured raises its error. Whatever is left at the end, or when the reader leaves early, is cancelled."""
+    todo, running = deque(requests), deque[tuple[Request, Stream]]()
+    try:
+        while todo or running:
+            results = loop.submit_all(todo) if todo else []
+            running.extend((r, result) for r, result in zip(todo, results, strict=True) if isinstance(result, Stream))
+            errors = [result for result in results if isinstance(result, Exception)]
+            wrong = next((error for error in errors if not isinstance(error, QueueFull)), None)
+            if wrong is not None or (errors and not running):
+                raise wrong or errors[0]
+            todo = deque(r for r, result in zip(todo, results, strict=True) if not isinstance(result, Stream))
+            yield running[0]
+            running.popleft()
+    finally:
+        for _, stream in running:
+            stream.cancel()
 
 
 def open_tokenizer(source: Path | dict[str, Any]) -> Tokenizer | None:
@@ -220,7 +276,6 @@ def collect(request: Request, stream: Stream, text: str | None = None) -> Reques
     deltas = [[] for _ in range(n)]
     for delta in stream:
         deltas[delta.index].append(delta)
-    end = time.perf_counter()
     outputs = []
     for index, pieces in enumerate(deltas):
         wants = request.params.logprobs is not None
@@ -237,4 +292,5 @@ def collect(request: Request, stream: Stream, text: str | None = None) -> Reques
         )
     scored = next((d.prompt_logprobs for pieces in deltas for d in pieces if d.prompt_logprobs is not None), None)
     first = None if stream.first_token is None else stream.first_token - stream.submitted
-    return RequestOutput(request.id, text, request.prompt, scored, tuple(outputs), first, end - stream.submitted)
+    end = (stream.finished or time.perf_counter()) - stream.submitted
+    return RequestOutput(request.id, text, request.prompt, scored, tuple(outputs), first, end)

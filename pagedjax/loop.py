@@ -6,11 +6,11 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pagedjax.engine import Engine
-from pagedjax.errors import UserError, check
-from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent, Usage
+from pagedjax.errors import QueueFull, check
+from pagedjax.host.request import FinishReason, Logprobs, Request, TokenEvent, Usage
 from pagedjax.text import IncrementalDecoder, Tokenizer
 
 
@@ -29,12 +29,17 @@ class Delta:
 
 
 class Stream:
-    """What a request gives, as it comes: iterate it, or `async for` it. Ends when all its sequences have."""
+    """What a request gives, as it comes: iterate it, or `async for` it. Ends when all its sequences have.
 
-    def __init__(self, request_id: str, sequences: int, cancel: Callable[[str], None]):
+    Leaving the iteration early (break, an exception, a cancelled task) cancels the request. Times are time.perf_counter().
+    """
+
+    def __init__(self, request_id: str, sequences: int, cancel: Callable[[str], None], submitted: float):
         self.request_id = request_id
-        self.submitted = time.perf_counter()
-        self.first_token: float | None = None  # time.perf_counter() of it
+        self.submitted = submitted
+        self.first_token: float | None = None
+        self.finished: float | None = None  # when the last of its sequences ended
+        self._unfinished = sequences  # as the loop's thread counts; _left is the reader's count
         self._left = sequences
         self._queue: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
         self._cancel = cancel
@@ -46,8 +51,13 @@ class Stream:
 
     def put(self, item: Delta | BaseException) -> None:
         """Called by the loop's thread."""
-        if self.first_token is None and isinstance(item, Delta) and item.tokens:
-            self.first_token = time.perf_counter()
+        if isinstance(item, Delta):
+            now = time.perf_counter()
+            if self.first_token is None and item.tokens:
+                self.first_token = now
+            self._unfinished -= item.finish is not None
+            if self._unfinished == 0 and self.finished is None:
+                self.finished = now
         self._queue.put(item)
         if self._waker is not None:
             loop, event = self._waker
@@ -62,18 +72,46 @@ class Stream:
         return item
 
     def __iter__(self) -> Iterator[Delta]:
-        while self._left > 0:
-            yield self._open(self._queue.get())
+        try:
+            while self._left > 0:
+                yield self._open(self._queue.get())
+        finally:
+            if self._left > 0:
+                self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         event = asyncio.Event()
         self._waker = (asyncio.get_running_loop(), event)
-        while self._left > 0:
-            event.clear()
-            while self._left > 0 and not self._queue.empty():
-                yield self._open(self._queue.get_nowait())
-            if self._left > 0 and self._queue.empty():
-                await event.wait()
+        try:
+            while self._left > 0:
+                event.clear()
+                while self._left > 0 and not self._queue.empty():
+                    yield self._open(self._queue.get_nowait())
+                if self._left > 0 and self._queue.empty():
+                    await event.wait()
+        finally:
+            if self._left > 0:
+                self.cancel()
+
+
+async def start_off_loop(start: Callable[[], Stream]) -> Stream:
+    """Runs what waits for the engine's thread in another one. Cancelled meanwhile: the request is cancelled, too."""
+    abandoned = threading.Event()
+    made: list[Stream] = []
+
+    def run() -> Stream:
+        made.append(start())
+        if abandoned.is_set():
+            made[0].cancel()
+        return made[0]
+
+    try:
+        return await asyncio.to_thread(run)
+    except asyncio.CancelledError:
+        abandoned.set()
+        for stream in made:
+            stream.cancel()
+        raise
 
 
 @dataclass
@@ -81,9 +119,9 @@ class _Live:
     """A request as the loop's thread sees it."""
 
     stream: Stream
-    params: SamplingParams
     decoders: list[IncrementalDecoder | None]
-    counts: list[int] = field(default_factory=list)  # output tokens of each sequence
+    counts: list[int]  # output tokens of each sequence; -1: it has ended
+    shows_stop: bool  # the text of a stop token is part of the text
 
 
 class EngineLoop:
@@ -102,49 +140,39 @@ class EngineLoop:
     def submit(self, request: Request) -> Stream:
         """Hands a request to the engine. UserError (QueueFull, too) is raised here, in the caller's thread."""
         (result,) = self.submit_all([request])
-        if isinstance(result, UserError):
+        if isinstance(result, Exception):
             raise result
         return result
 
-    def submit_all(self, requests: Sequence[Request]) -> list[Stream | UserError]:
-        """Hands over several at once, so that they can share their first step. The error of one does not stop the others."""
-        answer: queue.SimpleQueue[list[Stream | UserError]] = queue.SimpleQueue()
-        self._send(lambda: answer.put([self._add(request) for request in requests]))
+    async def submit_async(self, request: Request) -> Stream:
+        """`submit` for an event loop, which goes on while the engine's thread is in a step."""
+        return await start_off_loop(lambda: self.submit(request))
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Stream | Exception]:
+        """Hands over several at once, so that they can share their first step. The error of one does not stop the others, but
+        after a QueueFull all the rest are refused as well, so that none overtakes another."""
+        answer: queue.SimpleQueue[list[Stream | Exception]] = queue.SimpleQueue()
+        submitted = time.perf_counter()
+        self._raise_if_down()
+        self._inbox.put(lambda: answer.put(self._add_all(requests, submitted)))
         while True:
             try:
                 return answer.get(timeout=1)
             except queue.Empty:
                 self._raise_if_down()
 
-    def _add(self, request: Request) -> Stream | UserError:
-        params = request.params
-        try:
-            check(
-                not params.stop or self.tokenizer is not None,
-                f"request {request.id}: stop strings need a tokenizer; the model has none",
-            )
-            self.engine.add(request)
-        except UserError as error:
-            return error
-        stream = Stream(request.id, params.n, self.cancel)
-        self._live[request.id] = _Live(stream, params, [self._decoder(request) for _ in range(params.n)], [0] * params.n)
-        return stream
-
     def cancel(self, request_id: str) -> None:
-        """Ends a request. Unknown ids are ignored, since it may just have finished."""
-        if not self._closed and self._failure is None:
-            self._send(lambda: self._deliver(self.engine.cancel(request_id)))
+        """Ends a request. Unknown ids are ignored, since it may just have finished. Never raises: when the engine is down there
+        is nothing left to cancel, and nobody takes the command."""
+        self._inbox.put(lambda: self._deliver(self.engine.cancel(request_id)))
 
     def close(self) -> None:
         """Cancels everything and ends the thread. Streams that are open end with finish "cancelled"."""
         if not self._closed:
             self._closed = True
             self._inbox.put(None)
-            self._thread.join()
-
-    def _send(self, command: Callable[[], None]) -> None:
-        self._raise_if_down()
-        self._inbox.put(command)
+            if threading.current_thread() is not self._thread:  # a finalizer may run anywhere
+                self._thread.join()
 
     def _raise_if_down(self) -> None:
         if self._failure is not None:
@@ -160,11 +188,34 @@ class EngineLoop:
             self.tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
             skip_special=params.skip_special_tokens,
             after=request.prompt,
         )
 
     # --- the engine's thread ----------------------------------------------------------------------------------------
+
+    def _add_all(self, requests: Sequence[Request], submitted: float) -> list[Stream | Exception]:
+        results: list[Stream | Exception] = []
+        for request in requests:
+            full = results and isinstance(results[-1], QueueFull)
+            results.append(results[-1] if full else self._add(request, submitted))
+        return results
+
+    def _add(self, request: Request, submitted: float) -> Stream | Exception:
+        params = request.params
+        try:
+            check(
+                not params.stop or self.tokenizer is not None,
+                f"request {request.id}: stop strings need a tokenizer; the model has none",
+            )
+            decoders = [self._decoder(request) for _ in range(params.n)]
+            self.engine.add(request)
+        except Exception as error:  # whatever is wrong with this request must not end the others
+            return error
+        stream = Stream(request.id, params.n, self.cancel, submitted)
+        self._live[request.id] = _Live(stream, decoders, [0] * params.n, params.include_stop_str_in_output)
+        return stream
 
     def _run(self) -> None:
         try:
@@ -212,7 +263,8 @@ class EngineLoop:
         )
         decoder = live.decoders[event.index]
         if decoder is not None:
-            shown = event.tokens[:-1] if event.stop_id is not None else event.tokens
+            hidden = event.stop_id is not None and not live.shows_stop
+            shown = event.tokens[:-1] if hidden else event.tokens
             text = decoder.push(shown)
             if decoder.hit is None and event.finish:
                 text += decoder.finish()

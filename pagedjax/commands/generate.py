@@ -1,20 +1,20 @@
 """`pagedjax generate`: completes prompts, all batched together, printed in the order they were given."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from pagedjax import terminal
 from pagedjax.commands.start import start
-from pagedjax.errors import QueueFull, UserError, check
+from pagedjax.errors import UserError, check
 from pagedjax.flags import parse_ids, sampling_params
 from pagedjax.host.request import Logprobs, Request, SamplingParams, Usage
-from pagedjax.llm import LLM, CompletionOutput, Prompt, collect
+from pagedjax.llm import CompletionOutput, Prompt, collect, in_order
 from pagedjax.loop import Stream
 
 
@@ -28,15 +28,16 @@ def run(command: Any) -> None:
         params = sampling_params(command.sampling, llm.get_default_sampling_params())
         requests = [llm.request(prompt, params) for prompt in prompts]
         begin, usages, waits = time.perf_counter(), [], []
-        for i, (request, stream) in enumerate(in_order(llm, requests)):
-            if command.json:
-                usages += show_json(request, stream, prompts[i])
-            else:
-                if len(prompts) > 1:
-                    terminal.note(f"── {i + 1} of {len(prompts)}: {label(prompts[i])}")
-                usages += show_text(stream, params.n, live=command.stream, as_ids=llm.tokenizer is None)
-            if stream.first_token is not None:
-                waits.append(stream.first_token - stream.submitted)
+        with contextlib.closing(in_order(llm.loop, requests)) as streams:
+            for i, (request, stream) in enumerate(streams):
+                if command.json:
+                    usages += show_json(request, stream, prompts[i])
+                else:
+                    if len(prompts) > 1:
+                        terminal.note(f"── {i + 1} of {len(prompts)}: {label(prompts[i])}")
+                    usages += show_text(stream, params.n, live=command.stream, as_ids=llm.tokenizer is None)
+                if stream.first_token is not None:
+                    waits.append(stream.first_token - stream.submitted)
         terminal.note(summary(usages, waits, time.perf_counter() - begin))
 
 
@@ -74,28 +75,6 @@ def line_prompt(line: str, where: str) -> Prompt:
         isinstance(prompt, str) or ids, f'{where} must be a text, a list of token ids, or {{"prompt": either}}; got {line.strip()}'
     )
     return cast(Prompt, tuple(prompt) if ids else prompt)
-
-
-def in_order(llm: LLM, requests: Sequence[Request]) -> Iterator[tuple[Request, Stream]]:
-    """The requests with their streams, in order; as many run ahead as the engine's queue takes."""
-    todo, running = deque(requests), deque[tuple[Request, Stream]]()
-    try:
-        while todo or running:
-            results = llm.loop.submit_all(list(todo)) if todo else []
-            taken = []
-            for request, result in zip(list(todo), results, strict=True):
-                if isinstance(result, Stream):
-                    taken.append((request, result))
-                elif not (isinstance(result, QueueFull) and (running or taken)):
-                    running.extend(taken)
-                    raise result
-            running.extend(taken)
-            accepted = {request.id for request, _ in taken}
-            todo = deque(request for request in todo if request.id not in accepted)
-            yield running.popleft()
-    finally:
-        for _, stream in running:
-            stream.cancel()
 
 
 def show_text(stream: Stream, n: int, *, live: bool, as_ids: bool) -> list[Usage]:

@@ -32,15 +32,18 @@ class IncrementalDecoder:
         *,
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
         skip_special: bool = True,
         after: Iterable[int] = (),
     ):
-        """`after`: the tokens before the first one. Where they spell anything, the text goes on and does not start: a vocabulary
-        that drops the space before a text's first word keeps it then."""
+        """`min_tokens`: a stop string that is complete within so many tokens does not count; its text is shown, and matching goes
+        on through it. `after`: the tokens before the first one. Where they spell anything, the text goes on and does not start:
+        a vocabulary that drops the space before a text's first word keeps it then."""
         check(not isinstance(stop, str) and all(stop), f"stop must be a tuple of non-empty strings; got {stop!r}")
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._stops = [(s, _borders(s)) for s in dict.fromkeys(stop)]
         self._matched = [0] * len(self._stops)  # characters of each stop string that the text ends with
         self._held = ""
@@ -94,7 +97,8 @@ class IncrementalDecoder:
                     n = borders[n - 1]
                 n += stop[n] == char
                 if n == len(stop):
-                    complete = stop if complete is None or len(stop) > len(complete) else complete
+                    counts = self._num_tokens > self._min_tokens and len(stop) > len(complete or "")
+                    complete = stop if counts else complete
                     n = borders[-1]
                 self._matched[k] = n
             if complete is not None:

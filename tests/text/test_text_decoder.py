@@ -157,6 +157,22 @@ def test_stop_strings_as_in_a_naive_search(text, stop, sizes, include, tokenizer
     assert decoder.hit is None or (decoder.push(ids), decoder.finish()) == ("", "")
 
 
+@pytest.mark.parametrize("push", [1, 2, 9])
+@pytest.mark.parametrize(
+    "min_tokens, shown, hit",
+    [
+        (2, "", StopHit("aba", 3)),
+        (3, "ab", StopHit("aba", 5)),  # the end of the one that does not count is the start of the next
+        (5, "ababacabc", None),
+    ],
+)
+def test_a_stop_within_min_tokens_does_not_count(push, min_tokens, shown, hit):
+    ids = [BYTE_LEVEL.hf.token_to_id(char) for char in "ababacabc"]
+    decoder = IncrementalDecoder(BYTE_LEVEL, stop=("aba",), min_tokens=min_tokens)
+    pieces = [decoder.push(ids[i : i + push]) for i in range(0, len(ids), push)]
+    assert ("".join(pieces) + decoder.finish(), decoder.hit) == (shown, hit)
+
+
 def test_only_a_possible_stop_is_held_back():
     decoder = IncrementalDecoder(BYTE_LEVEL, stop=("</s>x", "<b>"))
     shown = [decoder.push(BYTE_LEVEL.encode(c)) for c in "a<b</s</s>y"]
