@@ -12,6 +12,8 @@ from pagedjax.config import LayerKind, ModelConfig, RopeConfig
 from pagedjax.errors import UserError, check
 
 Metadata = Mapping[str, Any]
+TEXTS = ("rope.scaling.type",)
+LISTS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length", "attention.sliding_window_pattern")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
@@ -22,7 +24,15 @@ def model_config(metadata: Metadata, where: str, *, vocab_size: int, tied: bool,
         architecture in ARCHITECTURES,
         f"general.architecture of {where} must be one of {', '.join(ARCHITECTURES)}; got {architecture}",
     )
-    get = lambda key, default=None: plain(metadata.get(f"{architecture}.{key}", default))
+
+    def get(key: str, default: Any = None) -> Any:
+        value = plain(metadata.get(f"{architecture}.{key}", default))
+        right = value is None or isinstance(value, str if key in TEXTS else int | float | list)
+        what = "a text" if key in TEXTS else "a number"
+        check(right, f"{architecture}.{key} of {where} must be {what}; got {value!r:.80}")
+        check(not isinstance(value, list) or key in LISTS, f"{architecture}.{key} of {where} must be one number; got a list")
+        return value
+
     try:
         fields = shape(get)
     except (TypeError, ArithmeticError) as error:

@@ -70,10 +70,15 @@ def _add_missing(hf: tokenizers.Tokenizer, settings: Mapping[str, Any], folder: 
     """Adds the tokens that only tokenizer_config.json or added_tokens.json lists, in the order of their ids."""
     listed: dict[int, tokenizers.AddedToken] = {}
     for content, token_id in _read_json(folder / "added_tokens.json").items():
-        listed[int(token_id)] = tokenizers.AddedToken(content, normalized=False)
-    for token_id, entry in (settings.get("added_tokens_decoder") or {}).items():
+        listed[_token_id(token_id, folder)] = tokenizers.AddedToken(content, normalized=False)
+    decoder = settings.get("added_tokens_decoder") or {}
+    check(isinstance(decoder, dict), f"added_tokens_decoder of {folder} must be an object; got {decoder!r:.80}")
+    for token_id, entry in decoder.items():
+        check(isinstance(entry, dict), f"an added token of {folder} must be an object; got {entry!r:.80}")
         flags = {name: entry[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in entry}
-        listed[int(token_id)] = tokenizers.AddedToken(entry["content"], **flags)
+        wrong = [name for name, value in flags.items() if not isinstance(value, bool)]
+        check(not wrong, f"the flags of an added token of {folder} must be true or false; got {entry!r:.80}")
+        listed[_token_id(token_id, folder)] = tokenizers.AddedToken(_content(entry), **flags)
     known = hf.get_added_tokens_decoder()
     for token_id, token in sorted(listed.items()):
         if token_id in known:
@@ -82,6 +87,13 @@ def _add_missing(hf: tokenizers.Tokenizer, settings: Mapping[str, Any], folder: 
         add([token])
         got = hf.token_to_id(token.content)
         check(got == token_id, f"added token {token.content!r} must have the next free id {got} in {folder}; got {token_id}")
+
+
+def _token_id(value: Any, folder: Path) -> int:
+    """An id, which JSON writes as a string where it is a key."""
+    right = type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit())
+    check(right and 0 <= int(value) < 2**32, f"the id of an added token of {folder} must be a whole number; got {value!r:.80}")
+    return int(value)
 
 
 def _content(token: Any) -> str:
@@ -127,10 +139,27 @@ def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     if isinstance(given, str):
         templates["default"] = given
     elif isinstance(given, list):
-        templates |= {entry["name"]: entry["template"] for entry in given}
+        for entry in given:
+            check(
+                isinstance(entry, dict) and {"name", "template"} <= set(entry),
+                f"a chat_template of {folder} must be an object with a name and a template; got {entry!r:.80}",
+            )
+            templates[entry["name"]] = entry["template"]
     elif isinstance(given, dict):
         templates |= given
+    else:
+        check(given is None, f"chat_template of {folder} must be a string, a list or an object; got {given!r:.80}")
+    for name, source in templates.items():
+        ok = isinstance(name, str) and isinstance(source, str)
+        check(ok, f"the name and the text of a chat_template of {folder} must be strings; got {name!r:.80}: {source!r:.80}")
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    return templates | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    return templates | {name: _read_text(path) for name, path in files.items()}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} must be readable UTF-8 text; got {error}") from error

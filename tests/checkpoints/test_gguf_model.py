@@ -150,6 +150,23 @@ def test_lists_by_layer_must_agree(gguf_file):
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("rope.freq_base", "much", "llama.rope.freq_base of .* must be a number; got 'much'"),
+        ("context_length", [64, 64], "llama.context_length of .* must be one number; got a list"),
+        ("rope.scaling.type", 3, "llama.rope.scaling.type of .* must be a text; got 3"),
+        ("rope.scaling.factor", "x", "llama.rope.scaling.factor of .* must be a number; got 'x'"),
+        ("attention.head_count", 0, "must name block_count, .* head_count and .*; got .*by zero"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(key, value, rule, gguf_file):
+    whole = {"head_dim": 0} if key == "attention.head_count" else {}
+    path, _ = gguf_file("llama", metadata={f"llama.{key}": value}, **whole)
+    with pytest.raises(UserError, match=rule):
+        open_checkpoint(path)
+
+
 def write(path, architecture, metadata, tensors):
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
@@ -210,6 +227,10 @@ def test_a_corrupt_file_is_one_sentence(gguf_file, tmp_path):
         path.write_bytes(edited)
         with pytest.raises(UserError, match=rule):
             open_checkpoint(path)
+    items = whole.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8  # kind of the value, of its items
+    path.write_bytes(whole[:items] + (2**63).to_bytes(8, "little") + whole[items + 8 :])
+    with pytest.raises(UserError, match="is truncated or corrupt: its header must end within"):
+        open_checkpoint(path)
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(UserError, match="a model file must end in .gguf; got .*model.safetensors"):
         open_checkpoint(tmp_path / "model.safetensors")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,9 +95,11 @@ def test_harmless_tensors_are_passed_over(hf_folder, check_weights):
 def test_defaults_are_the_union_of_both_files(hf_folder):
     sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
     folder, _ = hf_folder("llama", generation={"eos_token_id": [7, 5], "max_new_tokens": 3, **sampling}, eos_token_id=9)
-    assert open_checkpoint(folder).defaults == GenerationDefaults(stop_ids=(5, 7, 9), **sampling)
+    defaults = open_checkpoint(folder).defaults
+    assert defaults == GenerationDefaults(stop_ids=(5, 7, 9), max_tokens=3, **sampling)
+    assert defaults.sampling() == {"max_tokens": 3, **sampling}
     folder, _ = hf_folder("llama", generation={"eos_token_id": 7, "do_sample": False, **sampling}, eos_token_id=None)
-    assert open_checkpoint(folder).defaults == GenerationDefaults(stop_ids=(7,))
+    assert open_checkpoint(folder).defaults == GenerationDefaults(stop_ids=(7,), temperature=0.0, repetition_penalty=1.1)
     folder, _ = hf_folder("llama")
     assert open_checkpoint(folder).defaults == GenerationDefaults(stop_ids=(2,))
 
@@ -104,6 +107,9 @@ def test_defaults_are_the_union_of_both_files(hf_folder):
 def test_bad_defaults_are_named(hf_folder):
     folder, _ = hf_folder("llama", generation={"temperature": "hot"})
     with pytest.raises(UserError, match="temperature of .*generation_config.json must be a number; got 'hot'"):
+        open_checkpoint(folder)
+    folder, _ = hf_folder("llama", generation={"max_new_tokens": "all"})
+    with pytest.raises(UserError, match="max_new_tokens of .*generation_config.json must be a number; got 'all'"):
         open_checkpoint(folder)
     folder, _ = hf_folder("llama", eos_token_id="</s>")
     with pytest.raises(UserError, match="eos_token_id of config.json must be an integer or a list of them; got </s>"):
@@ -191,7 +197,7 @@ def test_pickled_weights_are_refused(hf_folder):
         open_checkpoint(folder)
 
 
-def test_config_json_must_be_sound(hf_folder, tmp_path):
+def test_config_json_must_be_sound(hf_folder, tmp_path, monkeypatch):
     folder, _ = hf_folder("llama")
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json must be JSON"):
@@ -199,6 +205,14 @@ def test_config_json_must_be_sound(hf_folder, tmp_path):
     (folder / "config.json").write_text("[]")
     with pytest.raises(UserError, match="config.json must hold a JSON object; got list"):
         open_checkpoint(folder)
+    with monkeypatch.context() as patch:
+
+        def refuse(*_, **__):
+            raise PermissionError(13, "Permission denied")
+
+        patch.setattr(Path, "read_text", refuse)
+        with pytest.raises(UserError, match="config.json must be JSON; got .*Permission denied"):
+            open_checkpoint(folder)
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match="a model folder must hold config.json or pagedjax.json"):
         open_checkpoint(folder)

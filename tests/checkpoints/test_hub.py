@@ -39,7 +39,7 @@ def test_a_model_that_cannot_be_had_is_one_sentence(cache):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["nothing", "a/b/c", "../x", "-a/b", ""])
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "../x", "-a/b", "", "folder/absent.gguf"])
 def test_what_is_no_id_is_not_asked_for(name, cache):
     with pytest.raises(UserError, match="a model .*"):
         open_checkpoint(name)

@@ -121,10 +121,32 @@ def test_templates_come_from_files_first(folder):
         ("tokenizer_config.json", '{"bos_token": 3}', "a special token must be a string or an object with a content; got 3"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "eos_token must be a token of the vocabulary in .*; got '<none>'"),
         ("tokenizer_config.json", '{"add_eos_token": true}', "add_eos_token needs eos_token to be set; got none"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', r"added_tokens_decoder of .* must be an object; got \[1\]"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"512": "x"}}', "an added token of .* must be an object; got 'x'"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"512": {}}}',
+            r"must be a string or an object with a content; got \{\}",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"512": {"content": "x", "special": 1}}}',
+            "the flags of an added token of .* must be true or false; got .*'special': 1",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"five": {"content": "x"}}}',
+            "the id of an added token of .* must be a whole number; got 'five'",
+        ),
+        ("added_tokens.json", '{"x": 512.5}', "the id of an added token of .* must be a whole number; got 512.5"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template of .* must be a string, a list or an object; got 3"),
+        ("tokenizer_config.json", '{"chat_template": ["a"]}', "must be an object with a name and a template; got 'a'"),
+        ("tokenizer_config.json", '{"chat_template": {"a": 1}}', "text of a chat_template of .* must be strings; got 'a': 1"),
+        ("chat_template.jinja", b"\xff", r"chat_template\.jinja must be readable UTF-8 text; got"),
     ],
 )
 def test_bad_files_are_refused(folder, name, text, message):
-    (folder / name).write_text(text)
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message):
         load_tokenizer(folder)
 
