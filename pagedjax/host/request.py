@@ -88,7 +88,7 @@ class SamplingParams:
             value = getattr(self, name)
             check(_is_number(value), f"{name} must be a number; got {value!r}")
         for name in ("allowed_token_ids", "stop_token_ids"):
-            ids = getattr(self, name)
+            ids: Any = getattr(self, name)
             if ids is not None or name == "stop_token_ids":
                 check(isinstance(ids, Iterable), f"{name} must be token ids; got {ids!r}")
                 object.__setattr__(self, name, tuple(integer(f"each of {name}", i) for i in ids))

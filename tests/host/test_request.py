@@ -20,7 +20,8 @@ def test_integers(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_any_kind_of_integer_will_do(name: str) -> None:
-    params = SamplingParams(**{name: np.int64(3)})
+    given: dict[str, Any] = {name: np.int64(3)}
+    params = SamplingParams(**given)
     assert getattr(params, name) == 3 and type(getattr(params, name)) is int
 
 
