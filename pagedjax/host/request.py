@@ -88,10 +88,9 @@ class SamplingParams:
             value = getattr(self, name)
             check(_is_number(value), f"{name} must be a number; got {value!r}")
         for name in ("allowed_token_ids", "stop_token_ids"):
-            ids: Any = getattr(self, name)
-            if ids is not None or name == "stop_token_ids":
-                check(isinstance(ids, Iterable), f"{name} must be token ids; got {ids!r}")
-                object.__setattr__(self, name, tuple(integer(f"each of {name}", i) for i in ids))
+            ids = getattr(self, name)
+            if name == "stop_token_ids" or ids is not None:
+                object.__setattr__(self, name, _integers(name, ids))
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
             texts = (texts,) if isinstance(texts, str) else texts
@@ -114,6 +113,11 @@ def integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise UserError(f"{name} must be an integer; got {value!r}") from None
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    check(isinstance(values, Iterable), f"{name} must be token ids; got {values!r}")
+    return tuple(integer(f"each of {name}", value) for value in values)
 
 
 def _is_number(value: Any) -> bool:
