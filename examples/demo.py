@@ -66,6 +66,13 @@ class Watch:
             self.wasted.append(stats.waste / stats.slots_held)
 
 
+def accepted(result: Stream | Exception) -> Stream:
+    """The stream of a request that the engine took; the error of one that it refused is raised."""
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
 async def read(answer: Answer, watch: Watch) -> None:
     async for delta in answer.stream:
         answer.text += delta.text
@@ -154,7 +161,7 @@ def main(args: list[str] | None = None) -> int:
             requests = [llm.request(llm.chat_prompt([{"role": "user", "content": text}]), params) for text in QUESTIONS]
             begin = time.perf_counter()
             results = llm.loop.submit_all(requests)
-            answers = [Answer(text, result) for text, result in zip(QUESTIONS, results, strict=True) if isinstance(result, Stream)]
+            answers = [Answer(text, accepted(result)) for text, result in zip(QUESTIONS, results, strict=True)]
             watch = Watch(llm)
             with shown(answers):
                 asyncio.run(read_all(answers, watch))

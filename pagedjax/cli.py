@@ -34,7 +34,8 @@ def each(what: str, metavar: str) -> Any:
 
 @dataclass(frozen=True)
 class Generate:
-    """Complete prompts. Text goes to stdout, everything else to stderr."""
+    """Complete prompts as they stand, without the model's chat template (`pagedjax chat` uses it). Text goes to stdout, everything
+    else to stderr."""
 
     model: Model
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, each("A prompt.", "TEXT")] = ()

@@ -29,6 +29,7 @@ SIZES = {
 BYTES = "cache.kv_memory"  # given with a unit
 NAMES = {"sharding.model": "tensor_parallel_size"}  # where the field's name alone would say too little
 SHORT = {"sharding.model": ("-tp",)}
+MORE_HELP = {"seed": "; a start with the same seed gives the same texts, so another one must be given for others"}
 NOT_SAMPLING = ("seed",)  # --seed is the engine's; the seeds of all requests follow from it
 
 
@@ -65,7 +66,10 @@ def engine_flags(cls: type = EngineConfig, path: str = "") -> type:
         if where == BYTES:
             kind, default = str, str(default)
         hint = tyro.conf.arg(
-            name=name, aliases=others + SHORT.get(where, ()), help=help_of.get(field.name, ""), metavar=metavar(kind)
+            name=name,
+            aliases=others + SHORT.get(where, ()),
+            help=help_of.get(field.name, "") + MORE_HELP.get(where, ""),
+            metavar=metavar(kind),
         )
         fields.append((field.name, Annotated[kind, hint], dataclasses.field(default=default)))
     made = dataclasses.make_dataclass(f"{cls.__name__}Flags", fields, frozen=True)

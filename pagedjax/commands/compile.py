@@ -24,6 +24,8 @@ def run(command: Any) -> None:
         for column in table.columns[1:]:
             column.justify = "right"
         terminal.show(table)
+        pool, blocks = llm.engine.state.kv.nbytes, llm.engine.scheduler.pool.capacity
+        terminal.show(f"pool: {pool} bytes ({terminal.size(pool)}), {blocks} blocks beside the scrap block")
         now = entries(folder)
         new = sum(path.name not in before for path in now)
         total = terminal.size(sum(path.stat().st_size for path in now))

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -169,6 +171,10 @@ def test_compile_lists_the_buckets(run: Run):
     cells = [line.replace("│", " ").split() for line in out.splitlines()]
     assert [row[:3] for row in cells if row and row[0] in ("decode", "mixed")] == [["decode", "4", "4"], ["mixed", "32", "4"]]
     assert "entries" in err
+    block = 5 * 2 * 4 * 16 * 8 * 4  # layers, keys and values, heads, tokens, width, bytes
+    size, blocks = re.search(r"^pool: (\d+) bytes \(\d+ KiB\), (\d+) blocks beside the scrap block$", out, re.MULTILINE).groups()
+    assert int(size) == block * (int(blocks) + 1) <= 2 << 20
+    assert re.search(rf"pool of \d+ KiB: {blocks} blocks of 16 tokens", err)
 
 
 def test_compile_without_a_cache_is_refused(capsys: pytest.CaptureFixture[str]):
@@ -192,6 +198,24 @@ def test_doctor_says_what_the_ops_do(capsys: pytest.CaptureFixture[str]):
         assert [op, choose(backends, "cpu").name] in [row[:2] for row in words]
     assert ["jax", jax.__version__] in words
     assert any(row[:2] == ["cpu", "0"] for row in words)
+
+
+def test_doctor_where_free_memory_is_not_known(monkeypatch: pytest.MonkeyPatch):
+    """macOS has no SC_AVPHYS_PAGES."""
+    names = {name: number for name, number in os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
+    (host,) = [text for name, text in doctor.devices() if name == "host"]
+    assert re.fullmatch(r"\d+ cores, [\d.]+ GiB memory, [\d.]+ [MG]iB of it free", host)
+    monkeypatch.setattr(os, "sysconf_names", names)
+    (host,) = [text for name, text in doctor.devices() if name == "host"]
+    assert re.fullmatch(r"\d+ cores, [\d.]+ GiB memory", host)
+
+
+def test_help_says_what_cannot_be_seen(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = " ".join(re.sub(r"\x1b\[[\d;]*m|[│╭╰─╮╯]", "", capsys.readouterr().out).split())
+    assert "without the model's chat template" in text
+    assert "a start with the same seed gives the same texts" in text
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch):
