@@ -14,7 +14,6 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 OWN_UV := $(filter .tools/bin/uv,$(UV))
 PY := .venv/bin/python
 GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
-export JAX_PLATFORMS ?= cpu
 # Trust what the system trusts: some networks have a certificate of their own.
 export UV_SYSTEM_CERTS ?= true
 
@@ -47,6 +46,9 @@ models: $(GGUF)
 
 vocabs: .venv/ready
 	$(PY) tests/golden/fetch_vocabs.py --uv "$(UV)"
+
+# Tests are written for CPU (they simulate several devices); the rest runs on what JAX finds.
+test lint aot: export JAX_PLATFORMS ?= cpu
 
 # --- what people run -----------------------------------------------------------------------------------------------------
 
