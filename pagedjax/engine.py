@@ -16,7 +16,14 @@ from jax.sharding import Mesh
 
 from pagedjax.buckets import Bucket, make_buckets, pick
 from pagedjax.config import EngineConfig, ModelConfig
-from pagedjax.device.compile import Compiled, compilations_of_this_thread, compile_all, lower_set_lane, lower_step
+from pagedjax.device.compile import (
+    Compiled,
+    compilations_of_this_thread,
+    compile_all,
+    compiler_options,
+    lower_set_lane,
+    lower_step,
+)
 from pagedjax.device.lanes import abstract_lanes
 from pagedjax.device.params import ShardLayout
 from pagedjax.device.sharding import state_shardings
@@ -27,7 +34,7 @@ from pagedjax.host.plan import Entry, Plan, Row, RowResult
 from pagedjax.host.request import Logprobs, Request, SamplingParams, TokenEvent, Usage
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.limits import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_STOP_IDS
-from pagedjax.memory import kv_dtype, pool_blocks, pool_shape
+from pagedjax.memory import kv_dtype, pool_blocks, pool_shape, release_freed
 from pagedjax.models import model_for
 from pagedjax.pack import pack, pack_lane
 from pagedjax.state import DeviceState, StepOutput
@@ -82,6 +89,7 @@ class Engine:
         start = time.perf_counter()
         self.executables, self._write_lane = self._compile(spec, state, progress)
         self.compile_seconds = time.perf_counter() - start
+        release_freed()
         # Zeros, not undefined memory: what a masked slot holds must be finite.
         self.state: DeviceState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), state)
         pool = BlockPool(num_blocks)
@@ -226,7 +234,7 @@ class Engine:
         ]
         max_model_len = self.config.schedule.max_model_len
         lowerings.append(("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab)))
-        compiled = compile_all(lowerings, count)
+        compiled = compile_all(lowerings, compiler_options(self.mesh.devices.flat[0].platform), count)
         write_lane = compiled.pop("set_lane")
         return compiled, write_lane
 

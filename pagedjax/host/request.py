@@ -88,12 +88,12 @@ class SamplingParams:
             value = getattr(self, name)
             check(_is_number(value), f"{name} must be a number; got {value!r}")
         for name in ("allowed_token_ids", "stop_token_ids"):
-            ids = getattr(self, name)
-            if name == "stop_token_ids" or ids is not None:
+            ids = () if getattr(self, name) is None and name == "stop_token_ids" else getattr(self, name)
+            if ids is not None:
                 object.__setattr__(self, name, _integers(name, ids))
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
-            texts = (texts,) if isinstance(texts, str) else texts
+            texts = (texts,) if isinstance(texts, str) else () if texts is None else texts
             check(isinstance(texts, Iterable), f"{name} must be strings; got {texts!r}")
             texts = tuple(texts)
             wrong = [text for text in texts if not isinstance(text, str)]

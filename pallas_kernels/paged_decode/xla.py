@@ -48,21 +48,15 @@ def decode(
     q, tables = take(q, order), take(block_tables, order)
     lens = jnp.where(jnp.arange(rows) < jnp.sum(live), take(context_lens, order), 0)
     begin = jnp.zeros_like(lens) if window is None else jnp.maximum(lens - window, 0)
-    first = begin // block_size
-    counts = ceil_div(lens, block_size) - first
-    ends = jnp.cumsum(counts)
+    work = work_list(lens, begin, tables, pairs, block_size)
 
     def step(i, carry):
-        pair = i * pairs + jnp.arange(pairs)
-        row = jnp.minimum(jnp.sum(ends[:, None] <= pair, 0, dtype=jnp.int32), rows - 1)
-        real = pair < ends[-1]
-        block = jnp.where(real, pair - (take(ends, row) - take(counts, row)) + take(first, row), 0)
-        at = 2 * (layer * blocks + jnp.where(real, tables[row, block], 0))
-        place = block[:, None] * block_size + jnp.arange(block_size)
-        seen = (place >= take(begin, row)[:, None]) & (place < take(lens, row)[:, None]) & real[:, None]
+        row, block, place, lo, hi = (lax.dynamic_slice_in_dim(x, i * pairs, pairs) for x in work[1:])
+        place = place[:, None] + jnp.arange(block_size)
+        seen = (place >= lo[:, None]) & (place < hi[:, None])
         base = jnp.minimum(row[0], rows - near)
         # Kept apart from what follows, or the gathers compute all this again for every element.
-        at, seen, row, base = lax.optimization_barrier((at, seen, row, base))
+        at, seen, row, base = lax.optimization_barrier((2 * (layer * blocks + block), seen, row, base))
         k, v = take_blocks(flat, at), take_blocks(flat, at + 1)
         v = jnp.where(seen[:, None, :, None], v, 0)  # 0 * NaN is NaN
         s = jnp.einsum("wkgd,wkpd->wkgp", take(q, row), k, preferred_element_type=jnp.float32)
@@ -80,12 +74,28 @@ def decode(
 
     shape = (rows, kv_heads, group)
     start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
-    top, total, acc = lax.fori_loop(0, ceil_div(ends[-1], pairs), step, start)
+    top, total, acc = lax.fori_loop(0, ceil_div(work[0], pairs), step, start)
     out, lse = finish(top, total, acc, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
     rank = jnp.maximum(jnp.cumsum(live.astype(jnp.int32)) - 1, 0)
     out = jnp.where(live[:, None, None], take(out.reshape(rows, heads, width), rank), 0)
     lse = jnp.where(live[:, None], take(lse.reshape(rows, heads), rank), -jnp.inf)
     return out[:wanted, :, :head_width], lse[:wanted]
+
+
+def work_list(lens: jax.Array, begin: jax.Array, tables: jax.Array, pairs: int, block_size: int) -> tuple[jax.Array, ...]:
+    """(how many (row, block) pairs there are, then of each pair, i32[S * B rounded up]: its row, its block in the pool, the
+    place of the block's first token in the row, and the first place and the end of what the row sees). Pairs past the count see
+    nothing, of the scrap block."""
+    rows, width = tables.shape
+    first = begin // block_size
+    counts = ceil_div(lens, block_size) - first
+    ends = jnp.cumsum(counts)
+    pair = jnp.arange(-(-rows * width // pairs) * pairs, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, pair, side="right").astype(jnp.int32), rows - 1)
+    real = pair < ends[-1]
+    block = jnp.where(real, pair - (take(ends, row) - take(counts, row)) + take(first, row), 0)
+    ids = jnp.where(real, tables[row, block], 0)
+    return ends[-1], row, ids, block * block_size, take(begin, row), jnp.where(real, take(lens, row), 0)
 
 
 def fold(mine: jax.Array, parts: jax.Array) -> jax.Array:
