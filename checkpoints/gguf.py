@@ -25,7 +25,7 @@ def open_gguf(path: Path) -> Checkpoint:
     """UserError for a file that is truncated or corrupt, a model the engine does not have, and a type that cannot be read."""
     metadata, tensors = read_gguf(path)
     parts = metadata.get("split.count", 0)
-    check(parts <= 1, f"{path} must hold the whole model; got one of {parts} parts")
+    check(isinstance(parts, int) and parts <= 1, f"{path} must hold the whole model; got one of {parts} parts")
     check("token_embd.weight" in tensors, f"{path} must hold the tensor token_embd.weight; it does not")
     factors = tensors.get("rope_freqs.weight")
     cfg = model_config(
@@ -53,6 +53,10 @@ def origin(path: str, cfg: ModelConfig) -> Origin:
 
 
 def generation_defaults(metadata: dict[str, Any]) -> GenerationDefaults:
+    for key in (*STOP_KEYS, *SAMPLING.values()):
+        value = metadata.get(key, 0)
+        right = isinstance(value, int if key in STOP_KEYS else int | float)
+        check(right, f"{key} must be a {'token id' if key in STOP_KEYS else 'number'}; got {value!r:.80}")
     stop = {int(metadata[key]) for key in STOP_KEYS if key in metadata}
     sampling = {name: metadata[key] for name, key in SAMPLING.items() if key in metadata}
     return GenerationDefaults(stop_ids=tuple(sorted(stop)), **sampling)

@@ -167,6 +167,17 @@ def test_values_of_the_wrong_kind_are_named(key, value, rule, gguf_file):
         open_checkpoint(path)
 
 
+def test_defaults_of_the_wrong_kind_are_named(gguf_file):
+    for key, value, rule in [
+        ("tokenizer.ggml.eot_token_id", "end", "tokenizer.ggml.eot_token_id must be a token id; got 'end'"),
+        ("general.sampling.temp", "hot", "general.sampling.temp must be a number; got 'hot'"),
+        ("split.count", "two", "must hold the whole model; got one of two parts"),
+    ]:
+        path, _ = gguf_file("llama", metadata={key: value})
+        with pytest.raises(UserError, match=rule):
+            open_checkpoint(path)
+
+
 def write(path, architecture, metadata, tensors):
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
