@@ -1,6 +1,7 @@
 """What people see on stderr: progress bars, tables and short facts. stdout is for text and JSON alone."""
 
 import contextlib
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,11 +24,11 @@ def note(text: str) -> None:
 
 def show(*parts: RenderableType) -> None:
     """Tables and lines to stdout. Through print, so that a closed pipe is the caller's to handle: rich would exit by itself."""
-    page = Console(highlight=False, soft_wrap=True)
-    with page.capture() as drawn:
-        for part in parts:
-            page.print(part)
-    print(drawn.get(), end="")
+    drawn = io.StringIO()
+    page = Console(file=drawn, force_terminal=sys.stdout.isatty(), width=Console().width, highlight=False, soft_wrap=True)
+    for part in parts:
+        page.print(part)
+    print(drawn.getvalue(), end="", flush=True)
 
 
 def size(count: float) -> str:
