@@ -28,8 +28,8 @@ def make_buckets(config: EngineConfig, *, on_cpu: bool, one_row: bool) -> tuple[
     smallest has two rows, since a dot over one row is slow in bfloat16 on CPU and no faster anywhere else."""
     least = 1 if one_row else 2
     lanes, budget = config.schedule.max_num_seqs, config.schedule.max_num_batched_tokens
-    rows, factor = max(lanes, least), 4 if on_cpu else 2
-    sizes = config.buckets.decode_rows or tuple(_ladder(least, rows, factor))
+    rows = max(lanes, least)
+    sizes = config.buckets.decode_rows or tuple(_ladder(least, rows, 8 if on_cpu else 2))
     check(
         sizes[0] >= least,
         f"decode_rows must start at 2 or more (1 has a use in float32 on one CPU device only); got {sizes[0]}",
@@ -37,7 +37,7 @@ def make_buckets(config: EngineConfig, *, on_cpu: bool, one_row: bool) -> tuple[
     check(sizes[-1] >= lanes, f"the largest of decode_rows must be at least max_num_seqs {lanes}; got {sizes[-1]}")
     # Above the rows: a bucket with as many tokens as rows is for decoding only.
     most = max(budget, rows + 1)
-    tokens = config.buckets.prefill_tokens or tuple(_ladder(min(128, most), most, factor))
+    tokens = config.buckets.prefill_tokens or tuple(_ladder(min(128, most), most, 4 if on_cpu else 2))
     check(
         tokens[0] >= least,
         f"prefill_tokens must start at 2 or more (1 has a use in float32 on one CPU device only); got {tokens[0]}",
