@@ -137,5 +137,7 @@ def test_a_shuffled_block_table_changes_the_tokens(stories_engine: Callable[...,
 
 def test_near_ties_are_rare() -> None:
     """Runs last in this file: over every position that was judged above."""
+    if Count.positions == 0:
+        pytest.skip("counts what the other tests of this file judge: run the whole file")
     assert Count.positions > 1000
     assert Count.ties <= 0.01 * Count.positions
