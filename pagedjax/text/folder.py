@@ -126,10 +126,11 @@ def _owned(around: tuple[int, ...], token_id: int | None, wanted: bool | None, k
     """What stands around a text when `add_bos_token` or `add_eos_token` says so; None: as the post-processor does."""
     if wanted is None:
         return around
-    check(not wanted or token_id is not None, f"{key} needs {key[4:]} to be set; got none")
     if not wanted:
         return tuple(i for i in around if i != token_id)
-    return around if token_id in around else (*around, token_id)  # type: ignore[return-value]
+    if token_id is None:
+        raise UserError(f"{key} needs {key[4:]} to be set; got none")
+    return around if token_id in around else (*around, token_id)
 
 
 def _read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -43,9 +43,9 @@ class Spelling:
     def spell(self, piece: str, *, first: bool) -> bytes:
         """The bytes of a piece; `first`: no piece stands before it in its text. `strip_left` is left to the caller."""
         if self.byte_level:
-            values = [ALPHABET.get(c) for c in piece]
+            values = [ALPHABET[c] for c in piece if c in ALPHABET]
             # an added token holds characters outside the alphabet: it is plain text
-            return piece.encode() if None in values else bytes(values)  # type: ignore[arg-type]
+            return bytes(values) if len(values) == len(piece) else piece.encode()
         if first and self.drop_in_first:
             piece = piece.replace(self.drop_in_first, "")
         for old, new in self.replace:
