@@ -8,19 +8,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pagedjax.config import LayerKind, ModelConfig, RopeConfig
 from pagedjax.device.attention import Rows, attend
 from pagedjax.device.params import Axis, ParamSpec, Stacked
+
+FEW_ROWS = 64  # up to so many, a product on CPU is faster with the weight as its left operand (docs/benchmarks.md)
+ROW_MAJOR = Layout((0, 1))
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x f32[T, in], weight [out..., in] -> f32[T, out...]."""
     out = weight.shape[:-1]
     flat = weight.reshape(math.prod(out), weight.shape[-1])
-    y = jax.lax.dot_general(x.astype(weight.dtype), flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    few = x.shape[0] <= FEW_ROWS
+    y = jax.lax.platform_dependent(x.astype(weight.dtype), flat, cpu=_weight_first if few else _matmul, default=_matmul)
     y = y.reshape(x.shape[0], *out)
     return y if bias is None else y + bias
+
+
+def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _weight_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same product for XLA:CPU, whose library packs the right operand in every call: that is now the few rows, and the weight
+    is streamed. The two layouts keep XLA from turning the product around again."""
+    packed = with_layout_constraint(x.T, ROW_MAJOR)
+    return with_layout_constraint(jnp.matmul(weight, packed, preferred_element_type=jnp.float32), ROW_MAJOR).T
 
 
 def join_heads(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -130,7 +146,7 @@ def embed(tokens: jax.Array, table: jax.Array, cfg: ModelConfig) -> jax.Array:
 
 def unembed(hidden: jax.Array, table: jax.Array, cfg: ModelConfig) -> jax.Array:
     """f32[S, M] -> logits f32[S, V]; columns that only pad the vocabulary are -inf."""
-    scores = linear(hidden, table)
+    scores = with_layout_constraint(linear(hidden, table), ROW_MAJOR)  # once: XLA:CPU would in each branch of the sampler
     if cfg.logit_soft_cap is not None:
         scores = jnp.tanh(scores / cfg.logit_soft_cap) * cfg.logit_soft_cap
     if table.shape[0] > cfg.vocab_size:

@@ -43,5 +43,8 @@ def paged_decode(
     check(q.shape[0] == block_tables.shape[0], f"q must have one token for each of {block_tables.shape[0]} rows; got {q.shape[0]}")
     check(backend in (None, "xla"), f"backend of paged_decode must be xla; got {backend}")
     layer = check_layer(layer, pool.layers)
-    out, lse = xla.decode(q, kv, layer, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    long = 4 if q.shape[0] > 8 else 1
+    out, lse = xla.decode(
+        q, kv, layer, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, long=long
+    )
     return (out, lse) if return_lse else out

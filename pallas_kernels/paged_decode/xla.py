@@ -1,7 +1,8 @@
 """paged_decode in XLA: a loop over the live blocks of all rows with an online softmax; the whole context is never gathered.
 
 The work is one list of (row, block) pairs, row after row, so that rows of different lengths cost what they hold: an iteration
-takes the next few pairs, makes a partial softmax of each, and folds them into the state of their rows.
+takes the next pairs, makes a partial softmax of each, and folds them into the state of their rows. Where there are many rows,
+long iterations come first and short ones do the rest: an iteration costs the same however few of its pairs are real.
 """
 
 import jax
@@ -10,12 +11,14 @@ from jax import lax
 
 from pallas_kernels.common.layout import LOWEST, MASKED, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
 
-STEP_BYTES = 4 << 20  # K and V moved in an iteration, about
+STEP_BYTES = 4 << 20  # K and V moved in a short iteration, at most
+MAX_PAIRS = 32  # of a short iteration
 
 
 def pairs_per_step(rows: int, blocks: int, block_bytes: int) -> int:
-    """How many (row, block) pairs an iteration takes: enough to pay for its overhead, few for few rows, whose lists are short."""
-    return max(1, min(STEP_BYTES // block_bytes, 4 * rows, rows * blocks))
+    """How many (row, block) pairs a short iteration takes: enough to pay for its overhead, few for few rows, whose lists are
+    short."""
+    return max(1, min(STEP_BYTES // block_bytes, MAX_PAIRS, 4 * rows, rows * blocks))
 
 
 def decode(
@@ -29,16 +32,20 @@ def decode(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    long: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """(f32[S, H, D], f32[S, H]); shapes as in the op. Reads each live block once, and writes and reads a copy of it."""
+    """(f32[S, H, D], f32[S, H]); shapes as in the op. Reads each live block once, and writes and reads a copy of it.
+
+    long: how many times the pairs of a short iteration a long one takes; 1: there are only short ones, and half as much to compile.
+    """
     wanted, heads, head_width = q.shape
     if wanted == 1:  # with one row XLA:CPU re-lays the whole pool around the gather
         q, block_tables, context_lens = pad_axis(q, 0, 2), pad_axis(block_tables, 0, 2), pad_axis(context_lens, 0, 2)
     _, blocks, _, kv_heads, block_size, width = kv.shape
     rows, group = q.shape[0], heads // kv_heads
     block_bytes = 2 * kv_heads * block_size * width * kv.dtype.itemsize
-    pairs = pairs_per_step(rows, block_tables.shape[1], block_bytes)
-    near = min(pairs, rows)  # rows that the pairs of an iteration can belong to
+    few = pairs_per_step(rows, block_tables.shape[1], block_bytes)
+    many = few * long
     q = pad_axis(q.astype(kv.dtype), 2, width).reshape(rows, kv_heads, group, width)
     flat = flat_blocks(kv)
 
@@ -48,10 +55,11 @@ def decode(
     q, tables = take(q, order), take(block_tables, order)
     lens = jnp.where(jnp.arange(rows) < jnp.sum(live), take(context_lens, order), 0)
     begin = jnp.zeros_like(lens) if window is None else jnp.maximum(lens - window, 0)
-    work = work_list(lens, begin, tables, pairs, block_size)
+    work = work_list(lens, begin, tables, many, block_size)
 
-    def step(i, carry):
-        row, block, place, lo, hi = (lax.dynamic_slice_in_dim(x, i * pairs, pairs) for x in work[1:])
+    def step(first, pairs, carry):
+        near = min(pairs, rows)  # rows that the pairs of an iteration can belong to
+        row, block, place, lo, hi = (lax.dynamic_slice_in_dim(x, first, pairs) for x in work[1:])
         place = place[:, None] + jnp.arange(block_size)
         seen = (place >= lo[:, None]) & (place < hi[:, None])
         base = jnp.minimum(row[0], rows - near)
@@ -74,7 +82,10 @@ def decode(
 
     shape = (rows, kv_heads, group)
     start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
-    top, total, acc = lax.fori_loop(0, ceil_div(work[0], pairs), step, start)
+    rounds = 0 if long == 1 else work[0] // many
+    carry = start if long == 1 else lax.fori_loop(0, rounds, lambda i, c: step(i * many, many, c), start)
+    left = ceil_div(work[0] - rounds * many, few)
+    top, total, acc = lax.fori_loop(0, left, lambda i, c: step(rounds * many + i * few, few, c), carry)
     out, lse = finish(top, total, acc, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
     rank = jnp.maximum(jnp.cumsum(live.astype(jnp.int32)) - 1, 0)
     out = jnp.where(live[:, None, None], take(out.reshape(rows, heads, width), rank), 0)
