@@ -97,6 +97,7 @@ class CacheConfig:
     block_size: int = 0  # P, tokens in a block; 0: 64 on CPU and GPU, 128 on TPU
     kv_memory: int = 0  # bytes of the pool; 0: what the device has left (on CPU at most 4 GiB)
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as the weights
+    prefix_caching: bool = True  # start from blocks that already hold the beginning of a prompt
 
     def __post_init__(self):
         p = self.block_size
@@ -219,6 +220,7 @@ ALIASES = {
     "block_size": "cache.block_size",
     "kv_cache_memory_bytes": "cache.kv_memory",
     "kv_cache_dtype": "cache.kv_dtype",
+    "enable_prefix_caching": "cache.prefix_caching",
     "tensor_parallel_size": "sharding.model",
 }
 

@@ -101,6 +101,7 @@ class Engine:
             token_budget=schedule.max_num_batched_tokens,
             max_queued=schedule.max_queued,
             decode_steps=schedule.decode_steps,
+            prefix_caching=config.cache.prefix_caching,
         )
         self.padding = Padding()
         self.compilations_after_start = 0

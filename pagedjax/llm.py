@@ -128,6 +128,8 @@ class LLM:
         """The engine's form of a prompt: text is tokenized (with BOS where the model wants it), token ids are taken as they are."""
         params = sampling_params or self.get_default_sampling_params()
         plain, _ = plain_prompt(prompt)
+        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+        check(isinstance(salt, str), f"cache_salt must be a string; got {salt!r}")
         ids = tuple(self._tokenizer("a text prompt").encode(plain)) if isinstance(plain, str) else tuple(plain)
         words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
@@ -140,6 +142,7 @@ class LLM:
             stop_ids=tuple(sorted({*own, *params.stop_token_ids})),
             bad_words=words,
             seed=self.engine.new_seed() if params.seed is None else params.seed,
+            salt=salt,
         )
 
     def _tokenizer(self, what: str) -> Tokenizer:
@@ -230,8 +233,12 @@ def plain_prompt(prompt: AnyPrompt) -> tuple[Prompt, str | None]:
     """(text or token ids, the text as far as it is known). UserError for what is neither."""
     text: Any = None
     if isinstance(prompt, Mapping):
-        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
-        check(len(prompt) > 0 and not unknown, f"a prompt object must hold prompt, prompt_token_ids or both; got {sorted(prompt)}")
+        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})
+        held = prompt.keys() & {"prompt", "prompt_token_ids"}
+        check(
+            len(held) > 0 and not unknown,
+            f"a prompt object must hold prompt, prompt_token_ids or both, and may hold cache_salt; got {sorted(prompt)}",
+        )
         text = prompt.get("prompt")
         prompt = cast(Prompt, prompt.get("prompt_token_ids", text))
     if isinstance(prompt, str):

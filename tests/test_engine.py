@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from judge import check_output, disagreements
 from reference_llama import STORIES, ReferenceLlama
 from tokenizers import Tokenizer
 
 from pagedjax.engine import Engine
 from pagedjax.errors import UserError
+from pagedjax.host.prefix_cache import Content
 from pagedjax.host.request import Request, SamplingParams, TokenEvent
 
 BOS = 1
@@ -195,3 +197,30 @@ def test_what_cannot_be_honoured_is_refused(stories_engine: Callable[..., Engine
     with pytest.raises(UserError, match=message):
         engine.add(request_)
     assert not engine.has_work()
+
+
+def test_a_cached_prefix_changes_no_token(stories_engine: Callable[..., Engine]) -> None:
+    """Five requests share 50 tokens: four arrive together, while the leader's prompt takes two steps, one later. What each gets
+    is what the judge says; the blocks of 16 that they share are computed once."""
+    engine = stories_engine(max_num_seqs=8, **{"buckets.decode_rows": (8,)})
+    shared = [BOS, *range(270, 319)]
+    made = [greedy(f"p{i}", [*shared, 330 + i, 340 + i], 12) for i in range(5)]
+    before = engine.scheduler.stats.scheduled_tokens
+    events = run(engine, made[:4]) | run(engine, made[4:])
+    for request in made:
+        check_output(request, 0, events[request.id, 0])
+    assert [events[f"p{i}", 0][-1].usage.cached for i in range(5)] == [0, 48, 48, 48, 48]
+    assert engine.scheduler.stats.scheduled_tokens - before == 52 + 4 * 4 + 5 * 11
+    assert engine.scheduler.prefix_cache is not None
+    engine.scheduler.prefix_cache.check()
+
+
+def test_the_judge_notices_a_wrong_prefix(stories_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: blocks found by their place alone, whatever they hold."""
+    monkeypatch.setattr("pagedjax.host.prefix_cache.key_of", lambda parent, tokens: parent[:15] + b"x")
+    monkeypatch.setattr(Content, "__eq__", lambda self, other: True)
+    engine = stories_engine(**{"schedule.max_queued": 7})  # of its own: its cache is no good afterwards
+    made = [greedy(f"w{i}", [BOS, *range(270 + 60 * i, 312 + 60 * i)], 12) for i in range(2)]
+    events = run(engine, made[:1]) | run(engine, made[1:])
+    assert events["w1", 0][-1].usage.cached > 0
+    assert disagreements(made[1], 0, [t for e in events["w1", 0] for t in e.tokens])

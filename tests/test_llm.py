@@ -305,7 +305,9 @@ def test_prompts_as_objects_and_arrays(llm: LLM) -> None:
         assert all(type(i) is int for i in output.prompt_token_ids)
     assert llm.generate([{"prompt": text}], params)[0].prompt == text
     assert llm.generate([], params) == []
-    with pytest.raises(UserError, match=r"a prompt object must hold prompt, prompt_token_ids or both; got \['text'\]"):
+    with pytest.raises(
+        UserError, match=r"a prompt object must hold prompt, prompt_token_ids or both, and may hold cache_salt; got \['text'\]"
+    ):
         llm.generate([{"text": "Once"}])
     with pytest.raises(UserError, match=r"a prompt must be a text, token ids or an object with either; got \[1, 2.5\]"):
         llm.generate([[1, 2.5]])

@@ -169,3 +169,4 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # that end a sequence: of the model, unless they are ignored, and of the user
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     seed: int = 0  # 64 bits
+    salt: str = ""  # only requests of the same salt share cached blocks

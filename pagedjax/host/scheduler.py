@@ -15,6 +15,7 @@ import numpy as np
 from pagedjax.errors import QueueFull, check
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.plan import Entry, Plan, Row, RowResult
+from pagedjax.host.prefix_cache import PrefixCache
 from pagedjax.host.request import FinishReason, Logprobs, Request, TokenEvent, Usage
 
 Key = tuple[str, int]  # request id, index of the sequence
@@ -37,7 +38,9 @@ class Sequence:
     num_committed: int = 0
     num_pending: int = 0  # tokens sampled by steps in flight
     recomputed: int = 0
-    highest: int = 0  # positions that were computed in any life
+    cached: int = 0  # prompt tokens that were in the cache when it first entered
+    highest: int = 0  # positions that were in the cache in any life
+    keys: list[bytes] = field(default_factory=list)  # of its first blocks, those that others may share
     scored: list[Logprobs] = field(default_factory=list)  # prompt logprobs so far
 
     @property
@@ -54,7 +57,8 @@ class Sequence:
         return len(self.tokens) + self.num_pending
 
     def usage(self) -> Usage:
-        return Usage(prompt=self.prompt_len, generated=len(self.tokens) - self.prompt_len, recomputed=self.recomputed)
+        generated = len(self.tokens) - self.prompt_len
+        return Usage(prompt=self.prompt_len, cached=self.cached, generated=generated, recomputed=self.recomputed)
 
 
 @dataclass
@@ -66,6 +70,7 @@ class Stats:
     generated_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    cached_tokens: int = 0  # that a sequence found in the prefix cache when it entered
     slots_held: int = 0
     waste: int = 0
     worst_waste: int = 0  # of one sequence, ever; at most P - 1
@@ -88,8 +93,10 @@ class Scheduler:
         token_budget: int,
         max_queued: int,
         decode_steps: int,
+        prefix_caching: bool = True,
     ):
         """token_budget is above num_lanes (ScheduleConfig checks it). max_queued counts sequences: n for a request."""
+        self.prefix_cache = PrefixCache(pool, block_size) if prefix_caching else None
         self.pool, self.block_size, self.max_model_len = pool, block_size, max_model_len
         self.token_budget, self.max_queued, self.decode_steps = token_budget, max_queued, decode_steps
         self.table_width = -(-max_model_len // block_size)
@@ -182,9 +189,11 @@ class Scheduler:
             if sequence.lane >= 0 and sequence.length - sequence.num_scheduled > 1 and budget > 0:
                 budget -= self._prefill(sequence, budget, rows, planned)
         while self.waiting and self._lanes and budget > 0 and self.stats.preemptions == before:
-            if not self._fits(self.waiting[0]):
+            # A prefix that is still being prefilled takes the whole budget: who shares it comes after its last chunk.
+            found = self._find_prefix(self.waiting[0])
+            if not self._fits(self.waiting[0], found):
                 break  # first come, first served: nobody passes the head
-            entries.append(self._enter(self.waiting.popleft()))
+            entries.append(self._enter(self.waiting.popleft(), found))
             budget -= self._prefill(self.running[-1], budget, rows, planned)
         if not rows:
             return None
@@ -205,7 +214,10 @@ class Scheduler:
             sequence.scored.extend(result.scored[-known:] if known < 0 else result.scored)
             if row.steps:
                 sequence.num_pending -= row.steps
-                events.append(self._take(sequence, row, result))
+                event = self._take(sequence, row, result)
+                if event.finish is None:
+                    self._publish(sequence, sequence.num_committed)
+                events.append(event)
         return events
 
     def _take(self, sequence: Sequence, row: Row, result: RowResult) -> TokenEvent:
@@ -289,7 +301,25 @@ class Scheduler:
             self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=False)
         rows.append(self._row(sequence, count, 1 if count == left else 0))
         planned.add(sequence.key)
+        self._publish(sequence, sequence.num_scheduled)
         return count
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks of the cache that the waiting sequence can start from. Its last token is computed in any case, for its logits,
+        and all are where the logprobs of the prompt are wanted."""
+        if self.prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
+            return []
+        return self.prefix_cache.find(sequence.request.salt, sequence.tokens[:-1])
+
+    def _publish(self, sequence: Sequence, end: int) -> None:
+        """Makes the sequence's whole blocks below position `end` known to others."""
+        done = len(sequence.keys)
+        if self.prefix_cache is None or done == min(end, len(sequence.tokens)) // self.block_size:
+            return
+        tokens = sequence.tokens[:end]
+        for key, content in self.prefix_cache.keys(sequence.request.salt, tokens, sequence.keys):
+            self.prefix_cache.publish(key, content, sequence.blocks[len(sequence.keys)])
+            sequence.keys.append(key)
 
     def _grow(self, sequence: Sequence, num_tokens: int, planned: set[Key], *, may_yield: bool) -> bool:
         """Gives the sequence blocks for its first num_tokens positions, preempting the newest sequence (never one of this plan,
@@ -309,7 +339,7 @@ class Scheduler:
             sequence.table[held : held + need] = sequence.blocks[held:]
         return True
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: Sequence, found: list[int]) -> bool:
         """Hysteresis: a sequence enters when its tokens fit beside what the running ones still have to prefill, with one block
         left for each of those that will grow beyond it, so that it is not preempted again at once."""
         owed = 0
@@ -317,11 +347,21 @@ class Scheduler:
             held, known = len(s.blocks), self.blocks_for(s.length)
             owed += max(0, known - held)
             owed += self.blocks_for(s.max_len - 1) > max(held, known)
-        return self.blocks_for(len(sequence.tokens)) + owed <= self.pool.num_free
+        need = self.blocks_for(len(sequence.tokens)) - len(found) + self.pool.num_idle(found)
+        return need + owed <= self.pool.num_free
 
-    def _enter(self, sequence: Sequence) -> Entry:
+    def _enter(self, sequence: Sequence, found: list[int]) -> Entry:
         sequence.lane = self._lanes.pop()
         self.running.append(sequence)
+        self.pool.share(found)
+        sequence.blocks += found
+        sequence.keys += [self.prefix_cache.key(block) for block in found] if self.prefix_cache else []
+        sequence.table[: len(found)] = found
+        sequence.num_scheduled = sequence.num_committed = len(found) * self.block_size
+        if sequence.highest == 0:
+            sequence.cached = sequence.num_scheduled
+        sequence.highest = max(sequence.highest, sequence.num_scheduled)
+        self.stats.cached_tokens += sequence.num_scheduled
         return Entry(sequence.lane, sequence.request, sequence.index, tuple(sequence.tokens), sequence.max_len)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -336,6 +376,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.release(reversed(sequence.blocks))
         sequence.blocks.clear()
+        sequence.keys.clear()
         sequence.table = np.zeros_like(sequence.table)  # a step in flight may still be packed from the old one
         self._lanes.append(sequence.lane)
         sequence.lane = -1
