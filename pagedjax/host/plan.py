@@ -1,14 +1,15 @@
-"""What the scheduler asks of a step, and what the step answers: plain values."""
+"""What the scheduler asks of a step, and what the step answers: plain values. Those made for each row and step are named tuples,
+which take half the time of a frozen dataclass to make."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from pagedjax.host.request import Logprobs, Request
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """`count` tokens of one sequence in a step, from position `start`."""
 
     request_id: str
@@ -51,8 +52,7 @@ class Plan:
         return sum(row.count == 1 for row in self.rows)
 
 
-@dataclass(frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a step gave a row: sampled tokens, their logprobs where asked for, and prompt logprobs of its positions."""
 
     tokens: tuple[int, ...]

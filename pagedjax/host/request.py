@@ -5,7 +5,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pagedjax.errors import UserError, check
 from pagedjax.limits import NUM_BAD_STRINGS, NUM_BIASES, NUM_LOGPROBS, NUM_STOP_IDS
@@ -144,8 +144,7 @@ class Usage:
     recomputed: int = 0
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """New tokens of one sequence, in order, and why it ended if it did. `prompt_logprobs` come once, with the first tokens:
     one entry for each prompt token but the first."""
 

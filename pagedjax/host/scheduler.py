@@ -21,7 +21,7 @@ from pagedjax.host.request import FinishReason, Logprobs, Request, TokenEvent, U
 Key = tuple[str, int]  # request id, index of the sequence
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One output of a request. Positions below num_committed are in the cache; up to num_scheduled they are, or will be when
     the steps in flight are done."""
