@@ -25,7 +25,7 @@ from pagedjax.loop import EngineLoop, Stream, start_off_loop
 from pagedjax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Prompt = str | Sequence[int]
-AnyPrompt = Prompt | Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, as in vLLM
+AnyPrompt = Prompt | Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, and cache_salt: as in vLLM
 Message = Mapping[str, Any]
 
 

@@ -315,6 +315,19 @@ def test_prompts_as_objects_and_arrays(llm: LLM) -> None:
         llm.generate([None])
 
 
+def test_a_salt_keeps_cached_prefixes_apart(llm: LLM) -> None:
+    size = llm.engine.config.cache.block_size
+    ids = [1, *range(270, 270 + size)]
+    params = SamplingParams(max_tokens=3, temperature=0)
+
+    def cached(**salt) -> int:
+        return llm.generate([{"prompt_token_ids": ids, **salt}], params)[0].outputs[0].usage.cached
+
+    assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached()] == [0, size, 0, size, size]
+    with pytest.raises(UserError, match="cache_salt must be a string; got 3"):
+        cached(cache_salt=3)
+
+
 def test_chat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ more }}{% endif %}"
     monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, templates={"default": template}))
