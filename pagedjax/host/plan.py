@@ -35,13 +35,34 @@ class Entry:
     max_len: int
 
 
+class Copy(NamedTuple):
+    """Block `source` of the pool to block `target`, all layers of its group."""
+
+    source: int
+    target: int
+
+
+class Swap(NamedTuple):
+    """A block of the pool and its place in host memory."""
+
+    block: int
+    place: int
+
+
 @dataclass(frozen=True)
 class Plan:
-    """One dispatch. Rows with one token come first."""
+    """One dispatch. Rows with one token come first.
+
+    Its parts happen in this order: swap_out (pool to host memory), swap_in (back), copies, then the step; each reads what the one
+    before it left.
+    """
 
     rows: tuple[Row, ...]
     entries: tuple[Entry, ...]
     steps: int
+    copies: tuple[Copy, ...] = ()
+    swap_out: tuple[Swap, ...] = ()
+    swap_in: tuple[Swap, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -159,6 +159,33 @@ class TokenEvent(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Service:
+    """How a request is to be served: what the scheduler goes by, and no token depends on."""
+
+    tenant: str = ""
+    priority: int = 0  # the smaller, the more urgent, as in vLLM
+    pool: Literal["interactive", "batch"] = "interactive"
+    deadline: float | None = None  # seconds from arrival until its last token
+    expected_tokens: int | None = None  # of output, as the sender guesses; None: max_tokens
+    retention: int = 0  # 0 to 10: how hard the cache holds on to its prompt's blocks when nobody uses them
+    retention_seconds: float = 60.0  # until that has faded to nothing, counted from the last use
+
+    def __post_init__(self):
+        check(isinstance(self.tenant, str), f"tenant must be a string; got {self.tenant!r}")
+        object.__setattr__(self, "priority", integer("priority", self.priority))
+        check(self.pool in ("interactive", "batch"), f"pool must be interactive or batch; got {self.pool!r}")
+        check(self.deadline is None or _is_number(self.deadline), f"deadline must be seconds; got {self.deadline!r}")
+        check(self.deadline is None or self.deadline > 0, f"deadline must be positive seconds; got {self.deadline}")
+        if self.expected_tokens is not None:
+            object.__setattr__(self, "expected_tokens", integer("expected_tokens", self.expected_tokens))
+            check(self.expected_tokens > 0, f"expected_tokens must be positive; got {self.expected_tokens}")
+        object.__setattr__(self, "retention", integer("retention", self.retention))
+        check(0 <= self.retention <= 10, f"retention must be between 0 and 10; got {self.retention}")
+        check(_is_number(self.retention_seconds), f"retention_seconds must be a number; got {self.retention_seconds!r}")
+        check(self.retention_seconds > 0, f"retention_seconds must be positive; got {self.retention_seconds}")
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt and all that is decided about it before it reaches the scheduler."""
 
@@ -169,3 +196,4 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     seed: int = 0  # 64 bits
     salt: str = ""  # only requests of the same salt share cached blocks
+    service: Service = Service()
