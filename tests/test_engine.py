@@ -25,7 +25,7 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[tuple[str, int], li
     while engine.has_work():
         for event in engine.step():
             events.setdefault((event.request_id, event.index), []).append(event)
-        engine.scheduler.pool.check(s.blocks for s in engine.scheduler.sequences())
+        engine.scheduler.check()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
     return events
 
@@ -211,8 +211,8 @@ def test_a_cached_prefix_changes_no_token(stories_engine: Callable[..., Engine])
         check_output(request, 0, events[request.id, 0])
     assert [events[f"p{i}", 0][-1].usage.cached for i in range(5)] == [0, 48, 48, 48, 48]
     assert engine.scheduler.stats.scheduled_tokens - before == 52 + 4 * 4 + 5 * 11
-    assert engine.scheduler.prefix_cache is not None
-    engine.scheduler.prefix_cache.check()
+    assert engine.scheduler.tables.cache is not None
+    engine.scheduler.tables.cache.check()
 
 
 def test_the_judge_notices_a_wrong_prefix(stories_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

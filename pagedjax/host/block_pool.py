@@ -26,6 +26,10 @@ class BlockPool:
         """Blocks that can be in use at once."""
         return self.num_blocks - 1
 
+    def fits(self, count: int) -> bool:
+        """Whether `count` blocks can be given out."""
+        return count <= self.num_free
+
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each. The caller has checked num_free."""
         assert count <= self.num_free, f"allocate({count}) with {self.num_free} free blocks"
@@ -49,6 +53,10 @@ class BlockPool:
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of them are free, and would not be once they are shared."""
         return sum(block in self._idle for block in blocks)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one refer to it."""
+        return self._refs[block] > 1
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each. Kept blocks may be shared when they are free."""

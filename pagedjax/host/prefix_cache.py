@@ -4,7 +4,8 @@ Only whole blocks are shared. A block's key is a hash chained over the blocks be
 (as in vLLM's automatic prefix caching); what the hash says is compared with the tokens themselves before a block is used.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -35,6 +36,7 @@ class PrefixCache:
         self._pool, self._size = pool, block_size
         self._blocks: dict[bytes, int] = {}
         self._contents: dict[int, tuple[bytes, Content]] = {}  # by block: its key and content
+        self.on_forget: Callable[[int, bytes, Content], None] = lambda *_: None  # called before a named block is given out again
         pool.on_reuse = self._forget
 
     def __len__(self) -> int:
@@ -48,19 +50,14 @@ class PrefixCache:
             parent = key_of(parent, content.tokens)
             yield parent, content
 
+    def get(self, key: bytes, content: Content) -> int:
+        """The block that holds this content, behind the blocks that its key stands for; 0 where there is none."""
+        block = self._blocks.get(key, 0)
+        return block if block and self._contents[block][1] == content else 0
+
     def find(self, salt: str, tokens: Sequence[int]) -> list[int]:
         """The blocks that hold the longest known prefix of tokens, in whole blocks."""
-        blocks: list[int] = []
-        for key, content in self.keys(salt, tokens):
-            block = self._blocks.get(key)
-            if block is None or self._contents[block][1] != content:
-                break
-            blocks.append(block)
-        return blocks
-
-    def key(self, block: int) -> bytes:
-        """Of a block that was found."""
-        return self._contents[block][0]
+        return list(itertools.takewhile(bool, (self.get(key, content) for key, content in self.keys(salt, tokens))))
 
     def publish(self, key: bytes, content: Content, block: int) -> None:
         """`block` holds, or will when the steps in flight are done, this content. The first block of a key keeps it."""
@@ -70,8 +67,9 @@ class PrefixCache:
             self._pool.keep(block)
 
     def _forget(self, block: int) -> None:
-        key, _ = self._contents.pop(block)
+        key, content = self._contents.pop(block)
         del self._blocks[key]
+        self.on_forget(block, key, content)
 
     def check(self) -> None:
         """Raises AssertionError where the two tables differ or a chain does not add up."""

@@ -6,78 +6,28 @@ life of a preempted sequence, or to a request that ended before its id was used 
 """
 
 import itertools
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
 
 from pagedjax.errors import QueueFull, check
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.plan import Entry, Plan, Row, RowResult
-from pagedjax.host.prefix_cache import PrefixCache
-from pagedjax.host.request import FinishReason, Logprobs, Request, TokenEvent, Usage
+from pagedjax.host.request import FinishReason, Request, TokenEvent, Usage
+from pagedjax.host.reserve import BuddyPool, Reserve
+from pagedjax.host.sequence import Key, Sequence, Stats
+from pagedjax.host.tables import BlockTables, Found
+from pagedjax.host.trace import Trace
 
-Key = tuple[str, int]  # request id, index of the sequence
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """One output of a request. Positions below num_committed are in the cache; up to num_scheduled they are, or will be when
-    the steps in flight are done."""
-
-    request: Request
-    index: int
-    max_len: int  # prompt and output
-    tokens: list[int]  # prompt and the output the host has seen
-    table: np.ndarray  # i32[B]: its blocks, then zeros
-    epoch: int  # of its present life; no other life in this scheduler has the same
-    blocks: list[int] = field(default_factory=list)
-    lane: int = -1
-    num_scheduled: int = 0
-    num_committed: int = 0
-    num_pending: int = 0  # tokens sampled by steps in flight
-    recomputed: int = 0
-    cached: int = 0  # prompt tokens that were in the cache when it first entered
-    highest: int = 0  # positions that were in the cache in any life
-    keys: list[bytes] = field(default_factory=list)  # of its first blocks, those that others may share
-    scored: list[Logprobs] = field(default_factory=list)  # prompt logprobs so far
-
-    @property
-    def key(self) -> Key:
-        return self.request.id, self.index
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and output, those in flight included."""
-        return len(self.tokens) + self.num_pending
-
-    def usage(self) -> Usage:
-        generated = len(self.tokens) - self.prompt_len
-        return Usage(prompt=self.prompt_len, cached=self.cached, generated=generated, recomputed=self.recomputed)
+Preemption = Literal["auto", "recompute", "swap"]
 
 
-@dataclass
-class Stats:
-    """Counters since start, and gauges of the last schedule. `waste`: slots held minus tokens computed or scheduled."""
+class Wait(NamedTuple):
+    """Why a sequence does not start yet, and whether others may start before it: it waits for a step, not for room."""
 
-    steps: int = 0
-    scheduled_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    cached_tokens: int = 0  # that a sequence found in the prefix cache when it entered
-    slots_held: int = 0
-    waste: int = 0
-    worst_waste: int = 0  # of one sequence, ever; at most P - 1
-    lookahead: int = 0  # tokens of dispatched steps that are not committed
-    peak_blocks: int = 0
-    running: int = 0
-    waiting: int = 0
+    reason: str
+    for_step: bool
 
 
 class Scheduler:
@@ -85,7 +35,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pool: BlockPool | BuddyPool,
         *,
         block_size: int,
         max_model_len: int,
@@ -94,18 +44,32 @@ class Scheduler:
         max_queued: int,
         decode_steps: int,
         prefix_caching: bool = True,
+        windows: tuple[int | None, ...] = (None,),
+        reserve: Reserve = "paged",
+        host_blocks: int = 0,
+        preemption: Preemption = "auto",
+        clock: Callable[[], float] = time.monotonic,
     ):
-        """token_budget is above num_lanes (ScheduleConfig checks it). max_queued counts sequences: n for a request."""
-        self.prefix_cache = PrefixCache(pool, block_size) if prefix_caching else None
+        """token_budget is above num_lanes (ScheduleConfig checks it). max_queued counts sequences: n for a request. windows: of
+        each layer group. host_blocks: places in host memory. clock: seconds."""
+        self.tables = BlockTables(
+            pool,
+            block_size,
+            max_model_len=max_model_len,
+            windows=windows,
+            prefix_caching=prefix_caching,
+            reserve=reserve,
+            places=host_blocks,
+        )
         self.pool, self.block_size, self.max_model_len = pool, block_size, max_model_len
         self.token_budget, self.max_queued, self.decode_steps = token_budget, max_queued, decode_steps
-        self.table_width = -(-max_model_len // block_size)
+        self.preemption, self.clock = preemption, clock
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission: one that was preempted comes back at the end
-        self.stats = Stats()
+        self.stats, self.trace = Stats(), Trace()
         self._live: dict[Key, Sequence] = {}
         self._ids: Counter[str] = Counter()  # live sequences of each request that has any
-        self._epochs = itertools.count()
+        self._epochs, self._orders = itertools.count(), itertools.count()
         self._lanes = list(range(num_lanes - 1, -1, -1))
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -119,7 +83,7 @@ class Scheduler:
             f"request {request.id}: the prompt must be shorter than max_model_len {self.max_model_len}; got {prompt} tokens",
         )
         max_len = self.max_len(request)
-        need = self.blocks_for(max_len - 1)  # the last token is never written
+        need = self.tables.most(max_len - 1, self.token_budget)  # the last token is never written
         size, capacity = self.block_size, self.pool.capacity
         check(
             need <= capacity,
@@ -130,19 +94,23 @@ class Scheduler:
             raise QueueFull(
                 f"request {request.id}: the queue may hold {self.max_queued} sequences; {len(self.waiting)} wait, {n} more came"
             )
+        now = self.clock()
+        self.trace.begin(request.id)
         for index in range(n):
-            table = np.zeros(self.table_width, np.int32)
-            sequence = Sequence(request, index, max_len, list(request.prompt), table, next(self._epochs))
+            sequence = self.tables.sequence(request, index, max_len, epoch=next(self._epochs))
+            sequence.arrival, sequence.order = now, next(self._orders)
             self._live[sequence.key] = sequence
             self._ids[request.id] += 1
             self.waiting.append(sequence)
+            self.trace.note(request.id, index, now, "queued", ahead=len(self.waiting) - 1, prompt=prompt)
 
     def max_len(self, request: Request) -> int:
         """Longest prompt and output of a request; without max_tokens as long as the pool allows (its last token is never
         written), but for one token at least."""
         prompt, wanted = len(request.prompt), request.params.max_tokens
         if wanted is None:
-            wanted = max(1, self.pool.capacity * self.block_size + 1 - prompt)
+            room = self.pool.capacity // len(self.tables.windows) * self.block_size
+            wanted = max(1, room + 1 - prompt)
         return min(prompt + wanted, self.max_model_len)
 
     def cancel(self, request_id: str) -> list[TokenEvent]:
@@ -168,37 +136,48 @@ class Scheduler:
     def sequences(self) -> Iterator[Sequence]:
         return iter(self._live.values())
 
+    def check(self) -> None:
+        """Recounts who holds what; raises AssertionError where it does not add up."""
+        self.tables.check(list(self._live.values()))
+
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan | None:
         """The next step, or None when every live sequence waits for a step in flight (or there is none)."""
         rows: list[Row] = []
         entries: list[Entry] = []
-        planned: set[Key] = set()
-        before = self.stats.preemptions
+        planned: dict[Key, int] = {}
+        before, now = self.stats.preemptions, self.clock()
         steps = self._decode_steps()
         budget = self.token_budget
         for sequence in list(self.running):
             if sequence.lane >= 0 and sequence.length - sequence.num_scheduled == 1 and self._wants_more(sequence):
                 count = min(steps, sequence.max_len - sequence.length)
                 if self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=True):
-                    rows.append(self._row(sequence, 1, count))
-                    planned.add(sequence.key)
+                    rows.append(self._row(sequence, 1, count, planned))
                     budget -= 1
         for sequence in list(self.running):
             if sequence.lane >= 0 and sequence.length - sequence.num_scheduled > 1 and budget > 0:
                 budget -= self._prefill(sequence, budget, rows, planned)
-        while self.waiting and self._lanes and budget > 0 and self.stats.preemptions == before:
+        aside = []
+        while self.waiting and budget > 0 and self.stats.preemptions == before:
             # A prefix that is still being prefilled takes the whole budget: who shares it comes after its last chunk.
-            found = self._find_prefix(self.waiting[0])
-            if not self._fits(self.waiting[0], found):
+            sequence = self.waiting.popleft()
+            start = self._start(sequence, planned)
+            if isinstance(start, Wait):
+                self.trace.waits(*sequence.key, now, start.reason)
+                aside.append(sequence)
+                if start.for_step:
+                    continue
                 break  # first come, first served: nobody passes the head
-            entries.append(self._enter(self.waiting.popleft(), found))
-            budget -= self._prefill(self.running[-1], budget, rows, planned)
+            entries.append(self._enter(sequence, start, now))
+            budget -= self._prefill(sequence, budget, rows, planned)
+        self.waiting.extendleft(reversed(aside))
         if not rows:
-            return None
+            return None  # what was to be copied or swapped goes with the next plan
         rows.sort(key=lambda row: row.count > 1)  # stable: rows with one token first
-        plan = Plan(tuple(rows), tuple(entries), max([row.steps for row in rows] + [1]))
+        copies, swap_out, swap_in = self.tables.take_moves()
+        plan = Plan(tuple(rows), tuple(entries), max([row.steps for row in rows] + [1]), copies, swap_out, swap_in)
         self._count(plan)
         return plan
 
@@ -215,8 +194,8 @@ class Scheduler:
             if row.steps:
                 sequence.num_pending -= row.steps
                 event = self._take(sequence, row, result)
-                if event.finish is None:
-                    self._publish(sequence, sequence.num_committed)
+                if event.finish is None and sequence.lane >= 0:
+                    self.tables.publish(sequence, sequence.num_committed)
                 events.append(event)
         return events
 
@@ -253,9 +232,6 @@ class Scheduler:
 
     # --- parts of schedule ------------------------------------------------------------------------------------------
 
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
     def _wants_more(self, sequence: Sequence) -> bool:
         return sequence.length < sequence.max_len
 
@@ -268,11 +244,12 @@ class Scheduler:
         ready = [s for s in self.running if s.length - s.num_scheduled == 1 and self._wants_more(s)]
         longest = max((s.max_len - s.length for s in ready), default=1)
         steps = min(self.decode_steps, longest)
-        need = sum(self.blocks_for(min(s.num_scheduled + steps, s.max_len - 1)) - len(s.blocks) for s in ready)
+        need = sum(self.tables.missing(s, min(s.num_scheduled + steps, s.max_len - 1)) for s in ready)
         return steps if need <= self.pool.num_free else 1
 
-    def _row(self, sequence: Sequence, count: int, steps: int) -> Row:
+    def _row(self, sequence: Sequence, count: int, steps: int, planned: dict[Key, int]) -> Row:
         start = sequence.num_scheduled
+        planned[sequence.key] = start
         on_device = start >= len(sequence.tokens)
         tokens = None if on_device else tuple(sequence.tokens[start : start + count])
         targets = None
@@ -289,95 +266,116 @@ class Scheduler:
             sequence.request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets
         )
 
-    def _prefill(self, sequence: Sequence, budget: int, rows: list[Row], planned: set[Key]) -> int:
+    def _prefill(self, sequence: Sequence, budget: int, rows: list[Row], planned: dict[Key, int]) -> int:
         """Schedules a chunk of the sequence's known tokens; its length."""
         left = len(sequence.tokens) - sequence.num_scheduled
         count = min(left, budget)
         if not self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=False):
-            room = (len(sequence.blocks) + self.pool.num_free) * self.block_size - sequence.num_scheduled
+            room = self.tables.room(sequence)
             if room <= 0:
                 return 0
             count = min(count, room)
             self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=False)
-        rows.append(self._row(sequence, count, 1 if count == left else 0))
-        planned.add(sequence.key)
-        self._publish(sequence, sequence.num_scheduled)
+        self.trace.note(*sequence.key, self.clock(), "chunk", start=sequence.num_scheduled, tokens=count)
+        rows.append(self._row(sequence, count, 1 if count == left else 0, planned))
+        self.tables.publish(sequence, sequence.num_scheduled)
         return count
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks of the cache that the waiting sequence can start from. Its last token is computed in any case, for its logits,
-        and all are where the logprobs of the prompt are wanted."""
-        if self.prefix_cache is None or sequence.request.params.prompt_logprobs is not None:
-            return []
-        return self.prefix_cache.find(sequence.request.salt, sequence.tokens[:-1])
-
-    def _publish(self, sequence: Sequence, end: int) -> None:
-        """Makes the sequence's whole blocks below position `end` known to others."""
-        done = len(sequence.keys)
-        if self.prefix_cache is None or done == min(end, len(sequence.tokens)) // self.block_size:
-            return
-        tokens = sequence.tokens[:end]
-        for key, content in self.prefix_cache.keys(sequence.request.salt, tokens, sequence.keys):
-            self.prefix_cache.publish(key, content, sequence.blocks[len(sequence.keys)])
-            sequence.keys.append(key)
-
-    def _grow(self, sequence: Sequence, num_tokens: int, planned: set[Key], *, may_yield: bool) -> bool:
+    def _grow(self, sequence: Sequence, num_tokens: int, planned: dict[Key, int], *, may_yield: bool) -> bool:
         """Gives the sequence blocks for its first num_tokens positions, preempting the newest sequence (never one of this plan,
         never an older one) while there are too few; where may_yield the sequence itself may be the one that goes."""
-        need = self.blocks_for(num_tokens) - len(sequence.blocks)
-        while need > self.pool.num_free:
+        self.tables.trim(sequence)
+        while self.tables.missing(sequence, num_tokens) > self.pool.num_free:
             at = self.running.index(sequence)
             victim = next((s for s in reversed(self.running[at + 1 :]) if s.key not in planned), sequence if may_yield else None)
             if victim is None:
                 return False
-            self._preempt(victim)
+            self._preempt(victim, sequence)
             if victim is sequence:
                 return False
-        if need > 0:
-            held = len(sequence.blocks)
-            sequence.blocks += self.pool.allocate(need)
-            sequence.table[held : held + need] = sequence.blocks[held:]
+        self.tables.grow(sequence, num_tokens)
         return True
 
-    def _fits(self, sequence: Sequence, found: list[int]) -> bool:
+    def _start(self, sequence: Sequence, planned: dict[Key, int]) -> Found | Sequence | Wait:
+        """What the waiting sequence can start from: blocks of the cache, a sample of the same request to be forked, or why it
+        has to wait."""
+        if not self._lanes:
+            return Wait("all lanes are taken", False)
+        if sequence.num_pending:
+            return Wait("its last step is in flight", True)
+        first, prompt = self._live.get((sequence.request.id, 0)), sequence.prompt_len
+        if first is not None and first is not sequence and first.lane >= 0 and not sequence.highest and not first.reserved:
+            if min(first.num_scheduled, planned.get(first.key, prompt)) < prompt:
+                return Wait("the prompt is being computed for the first sample", True)
+            if self._shares(sequence) and self.tables.can_fork(first, prompt - 1):
+                need = len(self.tables.windows)  # for its own last token
+                return first if self._fits(need) else self._lacks(need)
+        # The last token is computed in any case, for its logits, and all are where the logprobs of the prompt are wanted.
+        known = sequence.behind * self.block_size if sequence.places else len(sequence.tokens) - 1
+        found = self.tables.find(sequence, known if self._shares(sequence) else 0)
+        need = self.tables.to_start(sequence, found, len(sequence.tokens))
+        return found if self._fits(need) else self._lacks(need)
+
+    def _lacks(self, need: int) -> Wait:
+        return Wait(f"{need} blocks are needed beside what others will take; {self.pool.num_free} are free", False)
+
+    def _shares(self, sequence: Sequence) -> bool:
+        return sequence.request.params.prompt_logprobs is None
+
+    def _fits(self, need: int) -> bool:
         """Hysteresis: a sequence enters when its tokens fit beside what the running ones still have to prefill, with one block
-        left for each of those that will grow beyond it, so that it is not preempted again at once."""
+        of each group left for each of those that will grow beyond it, so that it is not preempted again at once."""
         owed = 0
         for s in self.running:
-            held, known = len(s.blocks), self.blocks_for(s.length)
-            owed += max(0, known - held)
-            owed += self.blocks_for(s.max_len - 1) > max(held, known)
-        need = self.blocks_for(len(sequence.tokens)) - len(found) + self.pool.num_idle(found)
-        return need + owed <= self.pool.num_free
+            known = self.tables.missing(s, s.length)
+            owed += known + self.tables.grows(s, s.length)
+        return self.pool.fits(need) and need + owed <= self.pool.num_free
 
-    def _enter(self, sequence: Sequence, found: list[int]) -> Entry:
+    def _enter(self, sequence: Sequence, start: Found | Sequence, now: float) -> Entry:
         sequence.lane = self._lanes.pop()
         self.running.append(sequence)
-        self.pool.share(found)
-        sequence.blocks += found
-        sequence.keys += [self.prefix_cache.key(block) for block in found] if self.prefix_cache else []
-        sequence.table[: len(found)] = found
-        sequence.num_scheduled = sequence.num_committed = len(found) * self.block_size
+        if isinstance(start, Sequence):
+            known = sequence.prompt_len - 1
+            self.tables.fork(start, sequence, known)
+        else:
+            known = start.num_tokens
+            self.tables.start(sequence, start)
+        if sequence.places and known == sequence.behind * self.block_size:
+            self.tables.swap_in(sequence)
+        else:
+            self.tables.drop_places(sequence)
+            sequence.num_scheduled = sequence.num_committed = known
+            self.stats.cached_tokens += known
+        what = "resumed" if sequence.highest else "admitted"
         if sequence.highest == 0:
-            sequence.cached = sequence.num_scheduled
+            sequence.cached = known
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
-        self.stats.cached_tokens += sequence.num_scheduled
+        held = len(sequence.held)
+        self.trace.note(*sequence.key, now, what, lane=sequence.lane, cached=sequence.num_scheduled, blocks=held)
         return Entry(sequence.lane, sequence.request, sequence.index, tuple(sequence.tokens), sequence.max_len)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """By recomputation: the sequence gives back all it holds and waits at the head of the queue."""
+    def _preempt(self, sequence: Sequence, by: Sequence) -> None:
+        """The sequence gives back all it holds and waits at the head of the queue: to be computed again, or with what nothing
+        else keeps in host memory."""
+        swaps = self._swaps(sequence)
+        self.trace.note(*sequence.key, self.clock(), "preempted", by=by.request.id, how="swap" if swaps else "recompute")
+        if swaps:
+            self.tables.swap_out(sequence)
+            self.stats.swaps += 1
+        else:
+            sequence.epoch = next(self._epochs)
+            sequence.num_scheduled = sequence.num_committed = sequence.num_pending = 0
         self._vacate(sequence)
-        sequence.epoch = next(self._epochs)
-        sequence.num_scheduled = sequence.num_committed = sequence.num_pending = 0
         self.waiting.appendleft(sequence)
         self.stats.preemptions += 1
 
+    def _swaps(self, sequence: Sequence) -> bool:
+        room = self.tables.unnamed(sequence) <= self.tables.places.num_free and self.tables.places.capacity > 0
+        return room and self.preemption != "recompute"
+
     def _vacate(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pool.release(reversed(sequence.blocks))
-        sequence.blocks.clear()
-        sequence.keys.clear()
-        sequence.table = np.zeros_like(sequence.table)  # a step in flight may still be packed from the old one
+        self.tables.release(sequence)
         self._lanes.append(sequence.lane)
         sequence.lane = -1
 
@@ -385,21 +383,34 @@ class Scheduler:
         if sequence.lane >= 0:
             self._vacate(sequence)
         else:
+            self.tables.drop_places(sequence)
             self.waiting.remove(sequence)
+        request_id = sequence.request.id
         del self._live[sequence.key]
-        self._ids[sequence.request.id] -= 1
-        if not self._ids[sequence.request.id]:
-            del self._ids[sequence.request.id]
-        return TokenEvent(sequence.request.id, sequence.index, (), finish=reason, usage=sequence.usage())
+        usage = sequence.usage()
+        self.stats.slot_steps.ended(sequence)
+        self.trace.note(*sequence.key, self.clock(), "finished", reason=reason, generated=usage.generated)
+        self._ids[request_id] -= 1
+        if not self._ids[request_id]:
+            del self._ids[request_id]
+            self.trace.end(request_id)
+        return TokenEvent(request_id, sequence.index, (), finish=reason, usage=usage)
 
     def _count(self, plan: Plan) -> None:
         stats, size = self.stats, self.block_size
         stats.steps += plan.steps
+        stats.copies += len(plan.copies)
         stats.scheduled_tokens += sum(max(row.count, row.steps) for row in plan.rows)
-        wastes = [len(s.blocks) * size - s.num_scheduled for s in self.running]
         stats.slots_held = (self.pool.capacity - self.pool.num_free) * size
-        stats.waste = sum(wastes)
-        stats.worst_waste = max([stats.worst_waste, *wastes])
+        stats.slot_steps.external += self.pool.num_free * size * plan.steps
+        stats.waste = 0
+        for s in self.running:
+            held, tokens = self.tables.slots(s)
+            s.steps_held[held] = s.steps_held.get(held, 0) + plan.steps
+            s.token_steps += tokens * plan.steps
+            stats.waste += held - tokens
+            if not s.reserved:
+                stats.worst_waste = max(stats.worst_waste, (held - tokens) // len(s.blocks))
         assert stats.worst_waste < size, f"a sequence holds {stats.worst_waste} slots more than its tokens; blocks have {size}"
         stats.lookahead = sum(s.num_scheduled - s.num_committed for s in self.running)
         stats.peak_blocks = max(stats.peak_blocks, self.pool.capacity - self.pool.num_free)

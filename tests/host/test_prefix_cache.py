@@ -33,7 +33,7 @@ def test_a_shared_prefix_is_computed_once(prefix: int, suffix: int, at_once: boo
             prompts += max(0, min(row.start + row.count, prefix + suffix) - row.start)
         if at_once and len(scheduler.running) == count:
             held = scheduler.pool.capacity - scheduler.pool.num_free
-            assert held == shared // P + sum(len(s.blocks) - shared // P for s in scheduler.running)
+            assert held == shared // P + sum(len(s.held) - shared // P for s in scheduler.running)
 
     events = drive(scheduler, arrivals, delay, each_step)
     check_tokens(events, made)
@@ -104,10 +104,10 @@ def test_the_block_unused_for_longest_goes_first_and_the_end_of_a_chain_before_i
     scheduler = make_scheduler(12)  # 11 blocks
     old, new = make_request("old", [*range(17)], 1), make_request("new", [*range(30, 47)], 1)
     drive(scheduler, {0: [old], 20: [new]}, 0)  # 4 whole blocks each, kept
-    assert scheduler.prefix_cache is not None and len(scheduler.prefix_cache) == 8
+    assert scheduler.tables.cache is not None and len(scheduler.tables.cache) == 8
     drive(scheduler, {0: [make_request("third", [*range(60, 80)], 1)]}, 0)  # 5 blocks, of which 2 must be taken
-    assert len(scheduler.prefix_cache.find("", old.prompt)) == 2
-    assert len(scheduler.prefix_cache.find("", new.prompt)) == 4
+    assert len(scheduler.tables.cache.find("0:", old.prompt)) == 2
+    assert len(scheduler.tables.cache.find("0:", new.prompt)) == 4
 
 
 def test_tokens_decide_where_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,14 +32,30 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    REQUESTS, st.integers(17, 40), st.integers(5, 20), st.integers(0, 1), st.sampled_from([1, 3, 16]), st.sampled_from([2, 4, 8])
+MEMORY = st.fixed_dictionaries(
+    {
+        "prefix_caching": st.booleans(),
+        "windows": st.sampled_from([(None,), (9,), (None, 9, 16), (3, 8)]),
+        "host_blocks": st.sampled_from([0, 3, 100]),
+        "preemption": st.sampled_from(["recompute", "swap"]),
+    }
 )
-def test_every_request_gets_its_tokens(requests, num_blocks, budget, delay, decode_steps, block_size) -> None:
-    """Whatever arrives, however small the pool: the tokens are those of the request alone."""
-    num_blocks = max(num_blocks, 64 // block_size + 1)
-    scheduler = make_scheduler(num_blocks, token_budget=budget, decode_steps=decode_steps, block_size=block_size)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    REQUESTS,
+    st.integers(17, 40),
+    st.integers(5, 20),
+    st.integers(0, 1),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from([2, 4, 8]),
+    MEMORY,
+)
+def test_every_request_gets_its_tokens(requests, num_blocks, budget, delay, decode_steps, block_size, memory) -> None:
+    """Whatever arrives, however small the pool and whatever it does about that: the tokens are those of the request alone."""
+    num_blocks = max(num_blocks, 64 // block_size + 1) * len(memory["windows"])
+    scheduler = make_scheduler(num_blocks, token_budget=budget, decode_steps=decode_steps, block_size=block_size, **memory)
     arrivals: dict[int, list[Request]] = {}
     made = []
     for i, (prompt, max_tokens, at, n, stop_ids, min_tokens) in enumerate(requests):
@@ -145,8 +161,8 @@ def test_cancel_frees_everything_and_late_results_are_dropped() -> None:
     results = device.run(plan)
     events = scheduler.cancel("a")
     assert [(e.index, e.finish) for e in events] == [(0, "cancelled"), (1, "cancelled")]
-    assert {e.request_id for e in scheduler.commit(plan, results)} == {"b"}
-    scheduler.pool.check(s.blocks for s in scheduler.sequences())
+    assert {e.request_id for e in scheduler.commit(plan, results)} == {"b"}, "b passes a sample that waits for a step"
+    scheduler.check()
     assert scheduler.cancel("a") == []
     scheduler.cancel("b")
     assert not scheduler.has_work() and scheduler.pool.num_free == scheduler.pool.capacity

@@ -1,0 +1,114 @@
+"""One output of a request as the scheduler follows it, and what it counts."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagedjax.host.prefix_cache import Content
+from pagedjax.host.request import Logprobs, Request, Usage
+
+Key = tuple[str, int]  # request id, index of the sequence
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One output of a request. Positions below num_committed are in the cache; up to num_scheduled they are, or will be when
+    the steps in flight are done."""
+
+    request: Request
+    index: int
+    max_len: int  # prompt and output
+    tokens: list[int]  # prompt and the output the host has seen
+    table: np.ndarray  # i32[G, B]: its blocks, then zeros
+    blocks: list[list[int]]  # of each group; 0 where a block has left the window
+    epoch: int  # of its present life; no other life in this scheduler has the same
+    arrival: float = 0.0  # seconds of the scheduler's clock
+    order: int = 0  # of arrival
+    lane: int = -1
+    num_scheduled: int = 0
+    num_committed: int = 0
+    num_pending: int = 0  # tokens sampled by steps in flight
+    recomputed: int = 0
+    cached: int = 0  # prompt tokens that were in the cache when it first entered
+    highest: int = 0  # positions that were in the cache in any life
+    named: int = 0  # its first blocks, those that others may share
+    hashes: list[list[tuple[bytes, Content]]] = field(
+        default_factory=list
+    )  # of each group: its tokens' whole blocks, as far as known
+    forked: bool = False  # its last block may be another's, too
+    reserved: int = 0  # slots of a contiguous reservation; 0: block by block
+    places: list[list[int]] = field(default_factory=list)  # of each group: in host memory, of the blocks behind the named ones
+    behind: int = 0  # the first block that has a place
+    scored: list[Logprobs] = field(default_factory=list)  # prompt logprobs so far
+    steps_held: dict[int, int] = field(default_factory=dict)  # slots held: for how many steps
+    token_steps: int = 0  # tokens in the cache, added up over the steps
+
+    @property
+    def key(self) -> Key:
+        return self.request.id, self.index
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output, those in flight included."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def held(self) -> list[int]:
+        """Its blocks, of all groups."""
+        return [block for blocks in self.blocks for block in blocks if block]
+
+    def usage(self) -> Usage:
+        generated = len(self.tokens) - self.prompt_len
+        return Usage(prompt=self.prompt_len, cached=self.cached, generated=generated, recomputed=self.recomputed)
+
+
+@dataclass
+class Waste:
+    """Where the pool's slots went, in slots times steps. `tokens` hold keys and values. `reserved` were held for tokens that came
+    later, `internal` for tokens that never came, `external` nobody held. The classes of the PagedAttention paper (Kwon et al.
+    2023, figure 2). A sequence is counted when it ends; a shared block counts for each that shares it."""
+
+    tokens: int = 0
+    reserved: int = 0
+    internal: int = 0
+    external: int = 0
+
+    def ended(self, sequence: Sequence) -> None:
+        final = len(sequence.tokens) * len(sequence.blocks)
+        held = sum(slots * steps for slots, steps in sequence.steps_held.items())
+        never = sum(max(0, slots - final) * steps for slots, steps in sequence.steps_held.items())
+        self.tokens += sequence.token_steps
+        self.internal += never
+        self.reserved += held - never - sequence.token_steps
+
+    def shares(self) -> dict[str, float]:
+        """Of each class, its part of the whole."""
+        parts = {name: getattr(self, name) for name in ("tokens", "reserved", "internal", "external")}
+        whole = sum(parts.values())
+        return {name: value / whole if whole else 0.0 for name, value in parts.items()}
+
+
+@dataclass
+class Stats:
+    """Counters since start, and gauges of the last schedule. `waste`: slots held minus tokens computed or scheduled."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0  # preemptions that kept the sequence in host memory
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0  # that a sequence found in the prefix cache when it entered
+    copies: int = 0  # blocks copied on write
+    slots_held: int = 0
+    waste: int = 0
+    worst_waste: int = 0  # of one sequence, the mean over its groups, ever; at most P - 1
+    lookahead: int = 0  # tokens of dispatched steps that are not committed
+    peak_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+    slot_steps: Waste = field(default_factory=Waste)

@@ -1,0 +1,327 @@
+"""Which blocks each sequence holds: found in the prefix cache, given out as it grows, shared and copied on write, freed behind a
+window, kept in host memory. Plain bookkeeping: what the device must do for it goes into the plan as copies and swaps.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.plan import Copy, Swap
+from pagedjax.host.prefix_cache import Content, PrefixCache
+from pagedjax.host.request import Request
+from pagedjax.host.reserve import BuddyPool, Reserve, reserved_slots
+from pagedjax.host.sequence import Sequence
+
+
+class Found(NamedTuple):
+    """What a sequence can start from: its first num_tokens tokens, and where they are. Of each group the blocks in order: a block
+    of the pool, 0 where the window has moved on, or -p for place p of host memory."""
+
+    num_tokens: int
+    blocks: list[list[int]]
+
+
+class BlockTables:
+    """The blocks of all sequences. `windows` has one entry for each layer group: the tokens its layers see, or None for all.
+
+    Host memory is a second level of the prefix cache, with places instead of blocks: a named block that the pool gives out again
+    goes there first, and so does the unnamed end of a sequence that is swapped out.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool | BuddyPool,
+        block_size: int,
+        *,
+        max_model_len: int,
+        windows: tuple[int | None, ...] = (None,),
+        prefix_caching: bool = True,
+        reserve: Reserve = "paged",
+        places: int = 0,
+    ):
+        self.pool, self.size, self.windows = pool, block_size, windows
+        self.reserve: Reserve = reserve
+        self.max_model_len = max_model_len
+        self.width = -(-max_model_len // block_size)
+        self.cache = PrefixCache(pool, block_size) if prefix_caching and isinstance(pool, BlockPool) else None
+        self.places = BlockPool(places + 1)  # place 0 is never given out
+        self.tier = PrefixCache(self.places, block_size) if self.cache is not None and places else None
+        if self.cache is not None and self.tier is not None:
+            self.cache.on_forget = self._keep_in_host_memory
+        self._copies: list[Copy] = []
+        self._swap_out: list[Swap] = []
+        self._swap_in: list[Swap] = []
+        self._lent: list[int] = []  # places that the plan in the making reads
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def most(self, num_tokens: int, chunk: int) -> int:
+        """Blocks that a sequence of num_tokens holds at most, where no step computes more than `chunk` of them at once."""
+        whole = self.blocks_for(num_tokens)
+        return sum(whole if w is None else min(whole, self.blocks_for(w + chunk) + 1) for w in self.windows)
+
+    def empty(self) -> np.ndarray:
+        return np.zeros((len(self.windows), self.width), np.int32)
+
+    def sequence(self, request: Request, index: int, max_len: int, epoch: int) -> Sequence:
+        """A new one, which holds nothing."""
+        groups = range(len(self.windows))
+        return Sequence(
+            request,
+            index,
+            max_len,
+            list(request.prompt),
+            self.empty(),
+            blocks=[[] for _ in groups],
+            hashes=[[] for _ in groups],
+            epoch=epoch,
+        )
+
+    # --- growing ----------------------------------------------------------------------------------------------------
+
+    def missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that must be free before the sequence can compute up to its first num_tokens tokens."""
+        if sequence.reserved:
+            return 0
+        want = self.blocks_for(num_tokens)
+        need = sum(max(0, want - len(blocks)) for blocks in sequence.blocks)
+        return need + len(list(self._others_tails(sequence))) if sequence.forked else need
+
+    def grows(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks the sequence takes next, beyond what its first num_tokens tokens need; 0 where it will take none."""
+        held = max(len(sequence.blocks[0]), self.blocks_for(num_tokens))
+        more = not sequence.reserved and self.blocks_for(sequence.max_len - 1) > held
+        return len(self.windows) if more else 0
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens it can compute next with the blocks that it holds and those that are free."""
+        free = self.pool.num_free - self.missing(sequence, sequence.num_scheduled)
+        blocks = len(sequence.blocks[0]) + free // len(self.windows)
+        return blocks * self.size - sequence.num_scheduled if free >= 0 else 0
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives it the blocks it is `missing`; one that it is about to write to and another sequence holds, too, is copied."""
+        if sequence.forked:
+            at = sequence.num_scheduled // self.size
+            for group in list(self._others_tails(sequence)):
+                (block,) = self.pool.allocate(1)
+                self._copies.append(Copy(sequence.blocks[group][at], block))
+                self.pool.release([sequence.blocks[group][at]])
+                sequence.blocks[group][at] = sequence.table[group, at] = block
+            sequence.forked = False
+        want = self.blocks_for(num_tokens)
+        for group, blocks in enumerate(sequence.blocks):
+            held = len(blocks)
+            if want > held:
+                blocks += self.pool.allocate(want - held)
+                sequence.table[group, held:want] = blocks[held:]
+
+    def _others_tails(self, sequence: Sequence) -> Iterator[int]:
+        """Groups whose block at the next position holds tokens and is not the sequence's alone."""
+        at, place = divmod(sequence.num_scheduled, self.size)
+        for group, blocks in enumerate(sequence.blocks):
+            if place and at < len(blocks) and self.pool.is_shared(blocks[at]):
+                yield group
+
+    def trim(self, sequence: Sequence) -> None:
+        """Frees the blocks that no position from num_scheduled on can see."""
+        for group, window in enumerate(self.windows):
+            if window is None or sequence.reserved:
+                continue
+            blocks = sequence.blocks[group]
+            end = min(len(blocks), max(0, sequence.num_scheduled + 1 - window) // self.size)
+            gone = []
+            for i in range(end - 1, -1, -1):
+                if not blocks[i]:
+                    break
+                gone.append(blocks[i])
+                blocks[i] = 0
+            if gone:
+                self.pool.release(gone)
+                sequence.table[group, end - len(gone) : end] = 0
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence gives back all its blocks."""
+        for blocks in sequence.blocks:
+            self.pool.release(block for block in reversed(blocks) if block)
+            blocks.clear()
+        sequence.table = self.empty()  # a step in flight may still be packed from the old one
+        sequence.named, sequence.forked = 0, False
+
+    def slots(self, sequence: Sequence) -> tuple[int, int]:
+        """(held, with tokens in them), over all groups."""
+        held, tokens = 0, 0
+        for blocks, window in zip(sequence.blocks, self.windows, strict=True):
+            gone = 0 if window is None else blocks.count(0) * self.size
+            held += len(blocks) * self.size - gone
+            tokens += sequence.num_scheduled - gone
+        return held, tokens
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    def find(self, sequence: Sequence, num_tokens: int) -> Found:
+        """The longest beginning of the sequence's first num_tokens tokens that is in the pool or in host memory."""
+        if self.cache is None:
+            return Found(0, [[] for _ in self.windows])
+        rows = []
+        for group, window in enumerate(self.windows):
+            row: list[int] = []
+            for key, content in self._hashes(sequence, group, num_tokens // self.size):
+                block = self.cache.get(key, content)
+                if not block and self.tier is not None:
+                    block = -self.tier.get(key, content)
+                if not block and window is None:
+                    break
+                row.append(block)
+            rows.append(row)
+        end = min(len(row) for row in rows)
+        firsts = [0] * len(rows)
+        while end:  # of a window only the last blocks are needed
+            firsts = [0 if w is None else max(0, end * self.size + 1 - w) // self.size for w in self.windows]
+            holes = [max((i for i in range(first, end) if not row[i]), default=-1) for first, row in zip(firsts, rows, strict=True)]
+            if max(holes) < 0:
+                break
+            end = max(holes)
+        blocks = [[0] * min(first, end) + row[first:end] for first, row in zip(firsts, rows, strict=True)]
+        return Found(end * self.size, blocks)
+
+    def to_start(self, sequence: Sequence, found: Found, num_tokens: int) -> int:
+        """Blocks that must be free before the sequence can start from what was found and hold its first num_tokens tokens."""
+        if self.reserve != "paged":
+            return self.blocks_for(self._run(sequence))
+        known = [block for blocks in found.blocks for block in blocks]
+        new = len(self.windows) * (self.blocks_for(num_tokens) - found.num_tokens // self.size)
+        return new + sum(block < 0 for block in known) + self.pool.num_idle(block for block in known if block > 0)
+
+    def _run(self, sequence: Sequence) -> int:
+        return reserved_slots(self.reserve, sequence.prompt_len, sequence.max_len, self.max_model_len)
+
+    def start(self, sequence: Sequence, found: Found) -> None:
+        """The sequence holds what was found; where sequences reserve, its run."""
+        if self.reserve != "paged":
+            sequence.reserved = self._run(sequence)
+            sequence.blocks[0] += self.pool.allocate(self.blocks_for(sequence.reserved))
+            sequence.table[0, : len(sequence.blocks[0])] = sequence.blocks[0]
+            return
+        for blocks in found.blocks:  # all of them before any block is given out, which may push others out
+            self.pool.share(block for block in blocks if block > 0)
+            lent = [-block for block in blocks if block < 0]
+            self.places.share(lent)
+            self._lent += lent
+        for group, blocks in enumerate(found.blocks):
+            own = sequence.blocks[group]
+            own += [block if block >= 0 else self._bring_back(-block) for block in blocks]
+            sequence.table[group, : len(own)] = own
+        self.publish(sequence, found.num_tokens)
+
+    def _bring_back(self, place: int) -> int:
+        (block,) = self.pool.allocate(1)
+        self._swap_in.append(Swap(block, place))
+        return block
+
+    def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
+        """Whether the parent still holds all that a sequence of num_tokens tokens sees."""
+        if parent.reserved or parent.num_scheduled < num_tokens:
+            return False
+        count = self.blocks_for(num_tokens)
+        firsts = (0 if w is None else max(0, num_tokens + 1 - w) // self.size for w in self.windows)
+        return all(all(blocks[first:count]) for first, blocks in zip(firsts, parent.blocks, strict=True))
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """`child`, which holds nothing, holds the parent's first num_tokens tokens, too. Whoever writes to the last block first
+        gets a copy of it."""
+        count = self.blocks_for(num_tokens)
+        for group, blocks in enumerate(parent.blocks):
+            shared = blocks[:count]
+            self.pool.share(block for block in shared if block)
+            child.blocks[group] += shared
+            child.table[group, :count] = shared
+            child.hashes[group] = parent.hashes[group][: num_tokens // self.size]
+        child.named = min(parent.named, num_tokens // self.size)
+        child.forked = parent.forked = True
+
+    # --- naming -----------------------------------------------------------------------------------------------------
+
+    def _hashes(self, sequence: Sequence, group: int, count: int) -> list[tuple[bytes, Content]]:
+        """(key, content) of the sequence's first `count` blocks; what was hashed once is kept. Groups have keys of their own."""
+        known = sequence.hashes[group]
+        if self.cache is not None and len(known) < count:
+            salt, tokens = f"{group}:{sequence.request.salt}", sequence.tokens[: count * self.size]
+            known.extend(self.cache.keys(salt, tokens, [key for key, _ in known]))
+        return known if len(known) == count else known[:count]
+
+    def publish(self, sequence: Sequence, end: int) -> None:
+        """Makes the sequence's whole blocks below position `end` known to others."""
+        count = min(end, len(sequence.tokens)) // self.size
+        if self.cache is not None and sequence.named < count:
+            for group, blocks in enumerate(sequence.blocks):
+                for i, (key, content) in enumerate(self._hashes(sequence, group, count)):
+                    if i >= sequence.named and blocks[i]:
+                        self.cache.publish(key, content, blocks[i])
+            sequence.named = count
+
+    # --- host memory ------------------------------------------------------------------------------------------------
+
+    def _keep_in_host_memory(self, block: int, key: bytes, content: Content) -> None:
+        """`block`, which is about to be given out again, is copied to a place first."""
+        assert self.tier is not None
+        if self.places.num_free and not self.tier.get(key, content):
+            (place,) = self.places.allocate(1)
+            self.tier.publish(key, content, place)
+            self.places.release([place])
+            self._swap_out.append(Swap(block, place))
+
+    def unnamed(self, sequence: Sequence) -> int:
+        """Blocks behind the named ones, which nothing else would keep."""
+        return sum(bool(block) for blocks in sequence.blocks for block in blocks[sequence.named :])
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Keeps the blocks behind the named ones in host memory and gives back all. The caller has checked `unnamed` against
+        places.num_free."""
+        sequence.behind = sequence.named
+        for blocks in sequence.blocks:
+            end = blocks[sequence.named :]
+            places = [self.places.allocate(1)[0] if block else 0 for block in end]
+            sequence.places.append(places)
+            self._swap_out += [Swap(block, place) for block, place in zip(end, places, strict=True) if block]
+        self.release(sequence)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """What was kept, behind the blocks it has started from."""
+        for group, places in enumerate(sequence.places):
+            own = sequence.blocks[group]
+            new = iter(self.pool.allocate(sum(place > 0 for place in places)))
+            own += [next(new) if place else 0 for place in places]
+            sequence.table[group, : len(own)] = own
+            kept = zip(own[sequence.behind :], places, strict=True)
+            self._swap_in += [Swap(block, place) for block, place in kept if place]
+            self._lent += [place for place in places if place]
+        sequence.places.clear()
+
+    def drop_places(self, sequence: Sequence) -> None:
+        """What was kept is needed no more."""
+        self.places.release(place for places in sequence.places for place in places if place)
+        sequence.places.clear()
+
+    def take_moves(self) -> tuple[tuple[Copy, ...], tuple[Swap, ...], tuple[Swap, ...]]:
+        """(copies, swap_out, swap_in) of the plan that was made, and those of the next one begin."""
+        moves = tuple(self._copies), tuple(self._swap_out), tuple(self._swap_in)
+        self._copies, self._swap_out, self._swap_in = [], [], []
+        self.places.release(self._lent)
+        self._lent = []
+        return moves
+
+    def check(self, sequences: list[Sequence]) -> None:
+        """Recounts who holds what; raises AssertionError where it does not add up."""
+        self.pool.check(s.held for s in sequences)
+        self.places.check([*([p for p in places if p] for s in sequences for places in s.places), self._lent])
+        for cache in (self.cache, self.tier):
+            if cache is not None:
+                cache.check()
+        for s in sequences:
+            for row, blocks in zip(s.table, s.blocks, strict=True):
+                assert list(row[: len(blocks)]) == blocks, f"{s.key}: the table differs from the blocks"
+                assert not row[len(blocks) :].any(), f"{s.key}: the table names blocks the sequence does not hold"
