@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -177,7 +177,7 @@ class Engine:
         """Moves blocks out, then back; neither waits for the device."""
         assert self.host_tier is not None, "a plan swaps, but there is no host memory for it"
         self.host_tier.swap_out(self.state.kv, plan.swap_out)
-        self.state = self.state.replace(kv=self.host_tier.swap_in(self.state.kv, plan.swap_in))
+        self.state = replace(self.state, kv=self.host_tier.swap_in(self.state.kv, plan.swap_in))
 
     def _set_lane(self, entry: Entry) -> None:
         buffer = pack_lane(entry, self._lane_fields)

@@ -41,7 +41,10 @@ def block_in_host_memory(mesh: Mesh) -> NamedSharding:
     """The same in host memory, each shard's part by itself. UserError where the devices cannot reach any."""
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
-    check(HOST_MEMORY in kinds, f"swap_memory must be 0 on devices without {HOST_MEMORY} memory; {device.device_kind} has {kinds}")
+    check(
+        HOST_MEMORY in kinds,
+        f"swap_memory must be 0 on devices without {HOST_MEMORY} memory; {device.device_kind} has {', '.join(kinds)}",
+    )
     return NamedSharding(mesh, BLOCK, memory_kind=HOST_MEMORY)
 
 
