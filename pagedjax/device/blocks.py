@@ -27,6 +27,6 @@ def read_block(kv: jax.Array, block: jax.Array) -> jax.Array:
 
 
 def write_block(kv: jax.Array, block: jax.Array, data: jax.Array, *, on_device: NamedSharding) -> jax.Array:
-    """kv [J, N, 2, K, P, D'] with `data` [J, 2, K, P, D'] as block i32[1]. The data comes from host memory and is moved
-    explicitly: left to itself, XLA for TPU would take the pool to the host instead."""
+    """kv [J, N, 2, K, P, D'] with `data` [J, 2, K, P, D'], which is in host memory, as block i32[1]. The data is moved by itself
+    first: from host memory, XLA for TPU would write it by taking the pool there."""
     return lax.dynamic_update_index_in_dim(kv, jax.device_put(data, on_device), block[0], axis=1)

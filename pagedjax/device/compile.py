@@ -85,11 +85,10 @@ def lower_read_block(state: DeviceState, mesh: Mesh) -> jax.stages.Lowered:
 
 def lower_write_block(state: DeviceState, mesh: Mesh) -> jax.stages.Lowered:
     """(pool, i32[1], a block in host memory) -> the pool; it is donated."""
-    pool = state_shardings(state, mesh).kv
+    pool, host = state_shardings(state, mesh).kv, block_in_host_memory(mesh)
     write = partial(write_block, on_device=block_on_device(mesh))
-    shardings = (pool, replicated(mesh), block_in_host_memory(mesh))
-    jitted = jax.jit(write, donate_argnums=0, in_shardings=shardings, out_shardings=pool)
-    data = jax.ShapeDtypeStruct((state.kv.shape[0], *state.kv.shape[2:]), state.kv.dtype)
+    jitted = jax.jit(write, donate_argnums=0, in_shardings=(pool, replicated(mesh), host), out_shardings=pool)
+    data = jax.ShapeDtypeStruct((state.kv.shape[0], *state.kv.shape[2:]), state.kv.dtype, sharding=host)
     return jitted.lower(state.kv, jax.ShapeDtypeStruct((1,), jnp.int32), data)
 
 
