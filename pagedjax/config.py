@@ -98,12 +98,14 @@ class CacheConfig:
     kv_memory: int = 0  # bytes of the pool; 0: what the device has left (on CPU at most 4 GiB)
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as the weights
     prefix_caching: bool = True  # start from blocks that already hold the beginning of a prompt
+    swap_memory: int = 0  # bytes of host memory, over all devices, that blocks may be moved to; 0: none
 
     def __post_init__(self):
         p = self.block_size
         check(p >= 0 and p & (p - 1) == 0, f"block_size must be a power of two (or 0: chosen by device); got {p}")
         _check_one_of("kv_dtype", self.kv_dtype)
         check(self.kv_memory >= 0, f"kv_memory must be a number of bytes (or 0: chosen by device); got {self.kv_memory}")
+        check(self.swap_memory >= 0, f"swap_memory must be a number of bytes (or 0: none); got {self.swap_memory}")
 
 
 @dataclass(frozen=True)

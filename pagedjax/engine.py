@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -21,8 +21,10 @@ from pagedjax.device.compile import (
     compilations_of_this_thread,
     compile_all,
     compiler_options,
+    lower_read_block,
     lower_set_lane,
     lower_step,
+    lower_write_block,
 )
 from pagedjax.device.lanes import abstract_lanes
 from pagedjax.device.params import ShardLayout
@@ -33,8 +35,9 @@ from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.plan import Entry, Plan, Row, RowResult
 from pagedjax.host.request import Logprobs, Request, SamplingParams, TokenEvent, Usage
 from pagedjax.host.scheduler import Scheduler
+from pagedjax.host_tier import HostTier
 from pagedjax.limits import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_STOP_IDS
-from pagedjax.memory import kv_dtype, pool_blocks, pool_shape, release_freed
+from pagedjax.memory import kv_dtype, pool_blocks, pool_shape, release_freed, swap_places
 from pagedjax.models import model_for
 from pagedjax.pack import pack, pack_lane
 from pagedjax.state import DeviceState, StepOutput
@@ -85,9 +88,12 @@ class Engine:
         self._lane_fields = lane_fields(schedule.max_model_len, layout.vocab)
         spec = StepSpec(model_for(model.architecture), layout.cfg, mesh, schedule.decode_steps)
         num_blocks = pool_blocks(config, layout.cfg, mesh, temp_bytes=partial(self._largest_temp, spec))
+        places = swap_places(config, layout.cfg, mesh.devices.flat[0].platform)
         state = self._abstract_state(spec, num_blocks)
         start = time.perf_counter()
-        self.executables, self._write_lane = self._compile(spec, state, progress)
+        self.executables, others = self._compile(spec, state, places > 0, progress)
+        self._write_lane = others["set_lane"]
+        self.host_tier = HostTier(others["read_block"].call, others["write_block"].call, places) if places else None
         self.compile_seconds = time.perf_counter() - start
         release_freed()
         # Zeros, not undefined memory: what a masked slot holds must be finite.
@@ -151,6 +157,8 @@ class Engine:
 
     def _dispatch(self, plan: Plan) -> None:
         before = compilations_of_this_thread()
+        if plan.swap_out or plan.swap_in:
+            self._swap(plan)
         for entry in plan.entries:
             self._set_lane(entry)
         bucket = pick(self.buckets, plan.num_tokens, len(plan.rows), steps=plan.steps)
@@ -164,6 +172,12 @@ class Engine:
         self.compilations_after_start += compilations_of_this_thread() - before
         if self.compilations_after_start:
             raise RuntimeError(f"bucket {bucket} was compiled after start; every shape must be compiled before")
+
+    def _swap(self, plan: Plan) -> None:
+        """Moves blocks out, then back; neither waits for the device."""
+        assert self.host_tier is not None, "a plan swaps, but there is no host memory for it"
+        self.host_tier.swap_out(self.state.kv, plan.swap_out)
+        self.state = replace(self.state, kv=self.host_tier.swap_in(self.state.kv, plan.swap_in))
 
     def _set_lane(self, entry: Entry) -> None:
         buffer = pack_lane(entry, self._lane_fields)
@@ -219,8 +233,22 @@ class Engine:
         memory = lowered.compile().memory_analysis()
         return memory.temp_size_in_bytes if memory else 0
 
-    def _compile(self, spec: StepSpec, state: DeviceState, progress: Progress) -> tuple[dict[Bucket, Compiled], Compiled]:
-        total, done, lock = len(self.buckets) + 1, 0, threading.Lock()
+    def _compile(
+        self, spec: StepSpec, state: DeviceState, swaps: bool, progress: Progress
+    ) -> tuple[dict[Bucket, Compiled], dict[str, Compiled]]:
+        """The steps, and the small programs beside them by name."""
+        max_model_len = self.config.schedule.max_model_len
+        lowerings: list[tuple[Any, Callable[[], jax.stages.Lowered]]] = [
+            ("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab))
+        ]
+        if swaps:
+            lowerings.append(("read_block", partial(lower_read_block, state, self.mesh)))
+            lowerings.append(("write_block", partial(lower_write_block, state, self.mesh)))
+        names = [name for name, _ in lowerings]
+        lowerings += [
+            (bucket, partial(lower_step, spec, bucket, self._params, state, self._table_width)) for bucket in self.buckets
+        ]
+        total, done, lock = len(lowerings), 0, threading.Lock()
         progress("compile", 0, total)
 
         def count(key: Any, _: Compiled) -> None:
@@ -230,14 +258,8 @@ class Engine:
                 done += 1
                 progress(f"compile {key}", done, total)
 
-        lowerings: list[tuple[Any, Callable[[], jax.stages.Lowered]]] = [
-            (bucket, partial(lower_step, spec, bucket, self._params, state, self._table_width)) for bucket in self.buckets
-        ]
-        max_model_len = self.config.schedule.max_model_len
-        lowerings.append(("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab)))
         compiled = compile_all(lowerings, compiler_options(self.mesh.devices.flat[0].platform), count)
-        write_lane = compiled.pop("set_lane")
-        return compiled, write_lane
+        return {bucket: compiled[bucket] for bucket in self.buckets}, {name: compiled[name] for name in names}
 
     def _check(self, request: Request) -> None:
         """Everything a request may get wrong that depends on the model."""

@@ -26,7 +26,7 @@ SIZES = {
     "M": 1 << 20,
     "G": 1 << 30,
 }
-BYTES = "cache.kv_memory"  # given with a unit
+BYTES = ("cache.kv_memory", "cache.swap_memory")  # given with a unit
 NAMES = {"sharding.model": "tensor_parallel_size"}  # where the field's name alone would say too little
 SHORT = {"sharding.model": ("-tp",)}
 MORE_HELP = {"seed": "; a start with the same seed gives the same texts, so another one must be given for others"}
@@ -63,7 +63,7 @@ def engine_flags(cls: type = EngineConfig, path: str = "") -> type:
         name = NAMES.get(where, field.name)
         others = tuple(f"--{alias.replace('_', '-')}" for alias, target in ALIASES.items() if target == where and alias != name)
         default = field.default
-        if where == BYTES:
+        if where in BYTES:
             kind, default = str, str(default)
         hint = tyro.conf.arg(
             name=name,
@@ -84,7 +84,7 @@ def engine_config(flags: Any, cls: type = EngineConfig, path: str = "") -> Any:
         where, value = f"{path}{field.name}", getattr(flags, field.name)
         if dataclasses.is_dataclass(value):
             value = engine_config(value, typing.cast(type, field.default_factory), f"{where}.")
-        elif where == BYTES:
+        elif where in BYTES:
             value = parse_size(value)
         values[field.name] = value
     return cls(**values)

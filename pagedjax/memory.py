@@ -29,13 +29,25 @@ def pool_shape(config: EngineConfig, model: ModelConfig, platform: str, num_bloc
     return (model.num_layers, num_blocks, 2, model.num_kv_heads, config.cache.block_size, width)
 
 
+def block_bytes(config: EngineConfig, model: ModelConfig, platform: str) -> int:
+    """Of one block of the pool, all layers, over all devices."""
+    return math.prod(pool_shape(config, model, platform, 1)) * kv_dtype(config).itemsize
+
+
+def swap_places(config: EngineConfig, model: ModelConfig, platform: str) -> int:
+    """Blocks that host memory has places for; 0: there is none."""
+    each, budget = block_bytes(config, model, platform), config.cache.swap_memory
+    check(budget == 0 or budget >= each, f"swap_memory must be 0 or hold at least one block of {each} bytes; got {budget} bytes")
+    return budget // each
+
+
 def pool_blocks(config: EngineConfig, model: ModelConfig, mesh: Mesh, *, temp_bytes: Callable[[], int]) -> int:
     """N. kv_memory counts the whole pool, over all devices; 0 means: what is left of each device after the weights, the
     largest temporary of a step (`temp_bytes`, asked only then) and 10 %; on CPU a quarter of the available memory, at most
     4 GiB. Never more than all lanes at full length could use. What follows from free memory is rounded down: N is part of the
     compiled shapes, and a start with a little less memory must find the programs of the one before in the cache."""
     device = mesh.devices.flat[0]
-    per_block = math.prod(pool_shape(config, model, device.platform, 1)) * kv_dtype(config).itemsize
+    per_block = block_bytes(config, model, device.platform)
     schedule = config.schedule
     blocks_per_row = -(-schedule.max_model_len // config.cache.block_size)
     most = schedule.max_num_seqs * blocks_per_row + 1

@@ -3,13 +3,14 @@
 import numpy as np
 
 from pagedjax.buckets import Bucket
-from pagedjax.host.plan import Entry, Plan
+from pagedjax.host.plan import Copy, Entry, Plan
 from pagedjax.limits import BAD_WORD_TOKENS
 from pagedjax.wire import Fields, size, split
 
 
 def pack(plan: Plan, bucket: Bucket, fields: Fields, num_lanes: int) -> np.ndarray:
-    """i32 buffer of StepInput for the bucket. Padding rows have length 0 and lane R; padding tokens belong to no row."""
+    """i32 buffer of StepInput for the bucket. Padding rows have length 0 and lane R; padding tokens belong to no row; padding
+    copies are of the scrap block to itself."""
     buffer = np.zeros(size(fields), np.int32)
     f = split(buffer, fields)
     f["from_lane"][:] = -1
@@ -35,6 +36,8 @@ def pack(plan: Plan, bucket: Bucket, fields: Fields, num_lanes: int) -> np.ndarr
         at = end
     f["query_start"][len(plan.rows) :] = at
     f["num_decode"][0] = plan.num_decode
+    if plan.copies:
+        _fill_copies(f["copies"], plan.copies)
     return buffer
 
 
@@ -71,6 +74,14 @@ def pack_lane(entry: Entry, fields: Fields) -> np.ndarray:
         np.bitwise_or.at(f["mask"], ids // 32, np.uint32(1) << (ids % np.uint32(32)))
     f["num_logprobs"][...] = -1 if params.logprobs is None else params.logprobs
     return buffer
+
+
+def _fill_copies(target: np.ndarray, copies: tuple[Copy, ...]) -> None:
+    """The order of copies must not matter: every block is written once, and none that is read."""
+    sources, targets = {c.source for c in copies}, {c.target for c in copies}
+    assert len(copies) <= len(target), f"{len(copies)} copies in a bucket with room for {len(target)}"
+    assert len(targets) == len(copies) and targets.isdisjoint(sources) and 0 not in targets, f"copies that depend: {copies}"
+    target[: len(copies)] = copies
 
 
 def _fill(target: np.ndarray, values: tuple[int, ...]) -> None:

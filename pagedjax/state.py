@@ -63,6 +63,7 @@ class StepInput:
     steps: jax.Array  # i32[1]: decode steps to run in this dispatch
     score: jax.Array  # i32[1]: 1 where prompt logprobs are wanted
     targets: jax.Array  # i32[T]: the token whose logprob is wanted at this position (the next one of the prompt); -1: none
+    copies: jax.Array  # i32[G * S, 2]: (source, target) blocks to copy before anything is written; (0, 0): none, after the others
 
 
 @struct.dataclass

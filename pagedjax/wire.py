@@ -29,6 +29,7 @@ def step_fields(bucket: Bucket, groups: int, table_width: int) -> Fields:
         "steps": (1,),
         "score": (1,),
         "targets": (t,),
+        "copies": (groups * s, 2),
     }
     return {name: (shape, "int32") for name, shape in shapes.items()}
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -10,10 +11,10 @@ from jax.sharding import AxisType, Mesh
 
 from pagedjax.buckets import Bucket
 from pagedjax.config import EngineConfig, ModelConfig, RopeConfig, with_options
-from pagedjax.device.compile import lower_step
+from pagedjax.device.compile import lower_read_block, lower_step, lower_write_block
 from pagedjax.device.lanes import abstract_lanes
 from pagedjax.device.params import abstract_params, shard_layout
-from pagedjax.device.sharding import state_shardings
+from pagedjax.device.sharding import block_in_host_memory, replicated, state_shardings
 from pagedjax.device.step import StepSpec
 from pagedjax.memory import kv_dtype, pool_shape
 from pagedjax.models import model_for
@@ -52,21 +53,56 @@ def mesh() -> Mesh:
     return Mesh(np.asarray(devices[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
+def abstract_state(mesh: Mesh, num_blocks: int) -> DeviceState:
+    config = with_options(EngineConfig(), {"dtype": "bfloat16", "block_size": 128})
+    layout = shard_layout(LLAMA_3_8B, 4)
+    pool = jax.ShapeDtypeStruct(pool_shape(config, layout.cfg, "tpu", num_blocks), kv_dtype(config))
+    state = DeviceState(kv=cast(Any, pool), lanes=abstract_lanes(64, 8192, layout.vocab))
+    shardings = state_shardings(state, mesh)
+    return jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, shardings)
+
+
+def bytes_of_a_chip(state: DeviceState) -> int:
+    """Of the pool."""
+    return int(np.prod(state.kv.shape)) * state.kv.dtype.itemsize // 4
+
+
 @pytest.mark.parametrize(("bucket", "steps"), [(Bucket(64, 64), 1), (Bucket(64, 64), 8), (Bucket(512, 64), 8)], ids=str)
 def test_a_whole_step_writes_the_pool_in_place(mesh: Mesh, bucket: Bucket, steps: int) -> None:
     """Temporaries below one layer's K and V, on each chip; the alias covers the pool. With 8 steps a decode bucket is a loop
     around the step."""
-    config = with_options(EngineConfig(), {"dtype": "bfloat16", "block_size": 128})
     layout = shard_layout(LLAMA_3_8B, 4)
     model = model_for("llama")
     params = abstract_params(model.param_specs(layout.cfg, "bfloat16", layout.vocab), layout.cfg, mesh, stacked=True)
-    shape = pool_shape(config, layout.cfg, "tpu", 2048)
-    lanes = abstract_lanes(64, 8192, layout.vocab)
-    state = DeviceState(kv=jax.ShapeDtypeStruct(shape, kv_dtype(config)), lanes=lanes)
-    shardings = state_shardings(state, mesh)
-    state = jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, shardings)
+    state = abstract_state(mesh, 2048)
     compiled = lower_step(StepSpec(model, layout.cfg, mesh, steps), bucket, params, state, 8192 // 128).compile()
     memory = compiled.memory_analysis()
-    pool = int(np.prod(shape)) * 2 // 4
+    assert memory is not None
+    pool = bytes_of_a_chip(state)
     assert memory.alias_size_in_bytes >= pool
     assert memory.temp_size_in_bytes < pool // LLAMA_3_8B.num_layers, f"{memory.temp_size_in_bytes >> 20} MiB"
+
+
+def test_a_block_moves_alone(mesh: Mesh) -> None:
+    """To host memory and back, without the pool. The control: data that is written from where it is."""
+    blocks = 256
+    state = abstract_state(mesh, blocks)
+    pool = bytes_of_a_chip(state)
+    out, back = lower_read_block(state, mesh).compile(), lower_write_block(state, mesh).compile()
+    memory = out.memory_analysis()
+    assert memory is not None
+    assert memory.host_output_size_in_bytes == pool // blocks and memory.output_size_in_bytes == 0
+    assert memory.temp_size_in_bytes < 2 * pool // blocks
+    memory = back.memory_analysis()
+    assert memory is not None
+    assert memory.host_argument_size_in_bytes == pool // blocks and memory.alias_size_in_bytes == pool
+    assert memory.temp_size_in_bytes < 2 * pool // blocks
+
+    def write(kv: jax.Array, block: jax.Array, data: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(kv, data, block[0], axis=1)
+
+    kv, everywhere, host = state.kv.sharding, replicated(mesh), block_in_host_memory(mesh)
+    control = jax.jit(write, donate_argnums=0, in_shardings=(kv, everywhere, host), out_shardings=kv)
+    data = jax.ShapeDtypeStruct((state.kv.shape[0], *state.kv.shape[2:]), state.kv.dtype)  # JAX refuses if told where it is
+    memory = control.lower(state.kv, jax.ShapeDtypeStruct((1,), np.int32), data).compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes >= pool

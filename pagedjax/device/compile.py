@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from pagedjax.buckets import Bucket
+from pagedjax.device.blocks import read_block, write_block
 from pagedjax.device.lanes import set_lane
-from pagedjax.device.sharding import replicated, state_shardings
+from pagedjax.device.sharding import block_in_host_memory, block_on_device, replicated, state_shardings
 from pagedjax.device.step import StepSpec, run_step
 from pagedjax.errors import UserError, check
 from pagedjax.state import DeviceState, StepInput, StepOutput
@@ -72,6 +74,22 @@ def lower_set_lane(spec: StepSpec, state: DeviceState, max_model_len: int, vocab
     jitted = jax.jit(write, donate_argnums=0, in_shardings=(shardings, everywhere, everywhere), out_shardings=shardings)
     fields = lane_fields(max_model_len, vocab)
     return jitted.lower(state, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((size(fields),), jnp.int32))
+
+
+def lower_read_block(state: DeviceState, mesh: Mesh) -> jax.stages.Lowered:
+    """(pool, i32[1]) -> the block in host memory."""
+    pool = state_shardings(state, mesh).kv
+    jitted = jax.jit(read_block, in_shardings=(pool, replicated(mesh)), out_shardings=block_in_host_memory(mesh))
+    return jitted.lower(state.kv, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+
+def lower_write_block(state: DeviceState, mesh: Mesh) -> jax.stages.Lowered:
+    """(pool, i32[1], a block in host memory) -> the pool; it is donated."""
+    pool, host = state_shardings(state, mesh).kv, block_in_host_memory(mesh)
+    write = partial(write_block, on_device=block_on_device(mesh))
+    jitted = jax.jit(write, donate_argnums=0, in_shardings=(pool, replicated(mesh), host), out_shardings=pool)
+    data = jax.ShapeDtypeStruct((state.kv.shape[0], *state.kv.shape[2:]), state.kv.dtype, sharding=host)
+    return jitted.lower(state.kv, jax.ShapeDtypeStruct((1,), jnp.int32), data)
 
 
 def compiler_options(platform: str) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 from pagedjax.errors import check
 from pagedjax.state import DeviceState
 
+HOST_MEMORY = "pinned_host"
 POOL = P(None, None, None, "model", None, None)  # kv heads
+BLOCK = P(None, None, "model", None, None)  # of the pool
 
 
 def make_mesh(model: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -28,6 +30,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def by_vocab(mesh: Mesh) -> NamedSharding:
     """Of logits [S, V]."""
     return NamedSharding(mesh, P(None, "model"))
+
+
+def block_on_device(mesh: Mesh) -> NamedSharding:
+    """Of one block of the pool, [J, 2, K, P, D']."""
+    return NamedSharding(mesh, BLOCK)
+
+
+def block_in_host_memory(mesh: Mesh) -> NamedSharding:
+    """The same in host memory, each shard's part by itself. UserError where the devices cannot reach any."""
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    check(
+        HOST_MEMORY in kinds,
+        f"swap_memory must be 0 on devices without {HOST_MEMORY} memory; {device.device_kind} has {', '.join(kinds)}",
+    )
+    return NamedSharding(mesh, BLOCK, memory_kind=HOST_MEMORY)
 
 
 def state_shardings(state: DeviceState, mesh: Mesh) -> DeviceState:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from pagedjax.config import ModelConfig
 from pagedjax.device.attention import Rows
+from pagedjax.device.blocks import copy_blocks
 from pagedjax.device.sample import Sampled, gather_lanes, sample, score
 from pagedjax.device.sharding import by_vocab, replicated
 from pagedjax.limits import NUM_LOGPROBS
@@ -29,7 +30,9 @@ class StepSpec:
 
 
 def run_step(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) -> tuple[DeviceState, StepOutput]:
-    """A decode bucket runs batch.steps passes (all but the first take their tokens from the lanes); any other runs one."""
+    """Copies blocks, once; then a decode bucket runs batch.steps passes (all but the first take their tokens from the lanes), any
+    other one."""
+    state = replace(state, kv=copy_blocks(state.kv, batch.copies))
     rows, width = batch.lanes.shape[0], spec.max_steps
     loops = width > 1 and batch.tokens.shape[0] == rows
     out = empty_output(batch, width)

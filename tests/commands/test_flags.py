@@ -30,6 +30,7 @@ def test_no_flags_are_the_defaults():
         ("--block-size 32 --dtype bfloat16 --seed 3", {"block_size": 32, "dtype": "bfloat16", "seed": 3}),
         ("--kv-cache-memory-bytes 1000", {"kv_cache_memory_bytes": 1000}),
         ("--kv-memory 1.5GiB", {"cache.kv_memory": 3 << 29}),
+        ("--swap-memory 2MiB", {"cache.swap_memory": 2 << 20}),
         ("--kv-cache-dtype bfloat16", {"cache.kv_dtype": "bfloat16"}),
         ("--decode-rows 1 4 --prefill-tokens 32", {"buckets.decode_rows": (1, 4), "buckets.prefill_tokens": (32,)}),
         ("--async-steps 0 --decode-steps 4", {"schedule.async_steps": 0, "schedule.decode_steps": 4}),
