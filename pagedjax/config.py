@@ -1,8 +1,9 @@
 """Every number that shapes the engine, as frozen dataclasses that are validated once."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import batched
 from typing import Any, Literal, cast, get_args
 
 from pagedjax.errors import check
@@ -33,6 +34,33 @@ class RopeConfig:
                 self.original_max_positions > 0,
                 f"rope scaling {self.scaling} needs original_max_position_embeddings; got {self.original_max_positions}",
             )
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """G groups of J layers. The layers of a group share a block table, so all of them see as many tokens; a block holds the keys
+    and values of one group, and any group may have any block of the pool."""
+
+    size: int  # J; a group may have fewer layers, and leaves the rest of its blocks unused
+    windows: tuple[int | None, ...]  # of each of the G groups: the tokens its layers see; None: all, of full layers
+    places: tuple[tuple[int, int], ...]  # of each of the L layers: its group and its place there
+
+    @property
+    def count(self) -> int:
+        return len(self.windows)
+
+
+def group_layers(kinds: Sequence[LayerKind], window: int | None) -> LayerGroups:
+    """One group where all layers are of one kind; else groups as large as the kind with fewer layers, the full ones first."""
+    by_kind = [[i for i, kind in enumerate(kinds) if kind == wanted] for wanted in ("full", "window")]
+    size = min(len(layers) for layers in by_kind) or len(kinds)
+    groups = [group for layers in by_kind for group in batched(layers, size)]
+    places = {layer: (g, j) for g, group in enumerate(groups) for j, layer in enumerate(group)}
+    return LayerGroups(
+        size=size,
+        windows=tuple(window if kinds[group[0]] == "window" else None for group in groups),
+        places=tuple(places[i] for i in range(len(kinds))),
+    )
 
 
 @dataclass(frozen=True)
@@ -84,6 +112,10 @@ class ModelConfig:
         """The kind of each of the L layers."""
         unit = self.layer_pattern
         return tuple(unit[i % len(unit)] for i in range(self.num_layers))
+
+    @property
+    def layer_groups(self) -> LayerGroups:
+        return group_layers(self.layer_kinds, self.window)
 
     @property
     def score_scale(self) -> float:

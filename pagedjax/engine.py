@@ -81,7 +81,7 @@ class Engine:
         one_row = on_cpu and config.dtype == "float32" and mesh.size == 1
         self.buckets = make_buckets(config, on_cpu=on_cpu, one_row=one_row)
         self._table_width = -(-schedule.max_model_len // size)
-        self._fields = {b: step_fields(b, 1, self._table_width) for b in self.buckets}
+        self._fields = {b: step_fields(b, model.layer_groups.count, self._table_width) for b in self.buckets}
         self._lane_fields = lane_fields(schedule.max_model_len, layout.vocab)
         spec = StepSpec(model_for(model.architecture), layout.cfg, mesh, schedule.decode_steps)
         num_blocks = pool_blocks(config, layout.cfg, mesh, temp_bytes=partial(self._largest_temp, spec))
@@ -102,6 +102,7 @@ class Engine:
             max_queued=schedule.max_queued,
             decode_steps=schedule.decode_steps,
             prefix_caching=config.cache.prefix_caching,
+            num_groups=model.layer_groups.count,
         )
         self.padding = Padding()
         self.compilations_after_start = 0

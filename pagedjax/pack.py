@@ -26,7 +26,7 @@ def pack(plan: Plan, bucket: Bucket, fields: Fields, num_lanes: int) -> np.ndarr
         f["positions"][at:end] = np.arange(row.start, row.start + row.count)
         f["query_start"][s] = at
         f["context_lens"][s] = row.start + row.count
-        f["block_tables"][0, s] = row.table
+        f["block_tables"][:, s] = row.table
         f["lanes"][s] = row.lane
         f["samples"][s] = row.steps > 0
         if row.targets is not None:

@@ -37,7 +37,7 @@ class Device:
     def run(self, plan: Plan) -> list[RowResult]:
         for e in plan.entries:
             self.lanes[e.lane] = {"request": e.request, "last": e.tokens[-1], "max_len": e.max_len, "stopped": False}
-        tables = [row.table.copy() for row in plan.rows]
+        tables = [row.table[0].copy() for row in plan.rows]
         for row, table in zip(plan.rows, tables, strict=True):  # rows of one step may read each other
             for i, token in enumerate(self.tokens(row)):
                 self.write(table, row.start + i, token)

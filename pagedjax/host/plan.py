@@ -19,7 +19,7 @@ class Row(NamedTuple):
     start: int
     count: int
     tokens: tuple[int, ...] | None  # None: one token, still on the device
-    table: np.ndarray  # i32[B]; the sequence's own, read when the step is packed
+    table: np.ndarray  # i32[G, B]; the sequence's own, read when the step is packed
     steps: int  # decode steps this row may take in the dispatch; 0: no token is sampled
     targets: tuple[int, ...] | None  # tokens whose prompt logprobs are wanted: those after positions start, start + 1, …
 

@@ -30,9 +30,9 @@ class Sequence:
     index: int
     max_len: int  # prompt and output
     tokens: list[int]  # prompt and the output the host has seen
-    table: np.ndarray  # i32[B]: its blocks, then zeros
+    table: np.ndarray  # i32[G, B]: its blocks, then zeros
     epoch: int  # of its present life; no other life in this scheduler has the same
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # G for each column of the table
     lane: int = -1
     num_scheduled: int = 0
     num_committed: int = 0
@@ -94,12 +94,13 @@ class Scheduler:
         max_queued: int,
         decode_steps: int,
         prefix_caching: bool = True,
+        num_groups: int = 1,
     ):
         """token_budget is above num_lanes (ScheduleConfig checks it). max_queued counts sequences: n for a request."""
-        self.prefix_cache = PrefixCache(pool, block_size) if prefix_caching else None
+        self.prefix_cache = PrefixCache(pool, block_size) if prefix_caching and num_groups == 1 else None
         self.pool, self.block_size, self.max_model_len = pool, block_size, max_model_len
         self.token_budget, self.max_queued, self.decode_steps = token_budget, max_queued, decode_steps
-        self.table_width = -(-max_model_len // block_size)
+        self.num_groups, self.table_width = num_groups, -(-max_model_len // block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission: one that was preempted comes back at the end
         self.stats = Stats()
@@ -131,7 +132,7 @@ class Scheduler:
                 f"request {request.id}: the queue may hold {self.max_queued} sequences; {len(self.waiting)} wait, {n} more came"
             )
         for index in range(n):
-            table = np.zeros(self.table_width, np.int32)
+            table = np.zeros((self.num_groups, self.table_width), np.int32)
             sequence = Sequence(request, index, max_len, list(request.prompt), table, next(self._epochs))
             self._live[sequence.key] = sequence
             self._ids[request.id] += 1
@@ -142,7 +143,7 @@ class Scheduler:
         written), but for one token at least."""
         prompt, wanted = len(request.prompt), request.params.max_tokens
         if wanted is None:
-            wanted = max(1, self.pool.capacity * self.block_size + 1 - prompt)
+            wanted = max(1, self.pool.capacity // self.num_groups * self.block_size + 1 - prompt)
         return min(prompt + wanted, self.max_model_len)
 
     def cancel(self, request_id: str) -> list[TokenEvent]:
@@ -254,7 +255,8 @@ class Scheduler:
     # --- parts of schedule ------------------------------------------------------------------------------------------
 
     def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        """In all groups together."""
+        return self.num_groups * -(-tokens // self.block_size)
 
     def _wants_more(self, sequence: Sequence) -> bool:
         return sequence.length < sequence.max_len
@@ -294,7 +296,7 @@ class Scheduler:
         left = len(sequence.tokens) - sequence.num_scheduled
         count = min(left, budget)
         if not self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=False):
-            room = (len(sequence.blocks) + self.pool.num_free) * self.block_size - sequence.num_scheduled
+            room = (len(sequence.blocks) + self.pool.num_free) // self.num_groups * self.block_size - sequence.num_scheduled
             if room <= 0:
                 return 0
             count = min(count, room)
@@ -334,9 +336,10 @@ class Scheduler:
             if victim is sequence:
                 return False
         if need > 0:
-            held = len(sequence.blocks)
-            sequence.blocks += self.pool.allocate(need)
-            sequence.table[held : held + need] = sequence.blocks[held:]
+            groups, new = self.num_groups, self.pool.allocate(need)
+            held = len(sequence.blocks) // groups
+            sequence.table[:, held : held + need // groups] = np.reshape(new, (-1, groups)).T
+            sequence.blocks += new
         return True
 
     def _fits(self, sequence: Sequence, found: list[int]) -> bool:
@@ -346,7 +349,7 @@ class Scheduler:
         for s in self.running:
             held, known = len(s.blocks), self.blocks_for(s.length)
             owed += max(0, known - held)
-            owed += self.blocks_for(s.max_len - 1) > max(held, known)
+            owed += self.num_groups * (self.blocks_for(s.max_len - 1) > max(held, known))
         need = self.blocks_for(len(sequence.tokens)) - len(found) + self.pool.num_idle(found)
         return need + owed <= self.pool.num_free
 
@@ -356,7 +359,7 @@ class Scheduler:
         self.pool.share(found)
         sequence.blocks += found
         sequence.keys += [self.prefix_cache.key(block) for block in found] if self.prefix_cache else []
-        sequence.table[: len(found)] = found
+        sequence.table[:, : len(found)] = found
         sequence.num_scheduled = sequence.num_committed = len(found) * self.block_size
         if sequence.highest == 0:
             sequence.cached = sequence.num_scheduled
@@ -396,7 +399,7 @@ class Scheduler:
         stats, size = self.stats, self.block_size
         stats.steps += plan.steps
         stats.scheduled_tokens += sum(max(row.count, row.steps) for row in plan.rows)
-        wastes = [len(s.blocks) * size - s.num_scheduled for s in self.running]
+        wastes = [len(s.blocks) // self.num_groups * size - s.num_scheduled for s in self.running]
         stats.slots_held = (self.pool.capacity - self.pool.num_free) * size
         stats.waste = sum(wastes)
         stats.worst_waste = max([stats.worst_waste, *wastes])
