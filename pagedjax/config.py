@@ -1,14 +1,17 @@
 """Every number that shapes the engine, as frozen dataclasses that are validated once."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import batched
 from typing import Any, Literal, cast, get_args
 
 from pagedjax.errors import check
 
 Dtype = Literal["float32", "bfloat16"]
 LayerKind = Literal["full", "window"]
+Reserve = Literal["paged", "oracle", "pow2", "max"]  # see host/reserve.py
+Preemption = Literal["auto", "recompute", "swap"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,33 @@ class RopeConfig:
                 self.original_max_positions > 0,
                 f"rope scaling {self.scaling} needs original_max_position_embeddings; got {self.original_max_positions}",
             )
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """G groups of J layers. The layers of a group share a block table, so all of them see as many tokens; a block holds the keys
+    and values of one group, and any group may have any block of the pool."""
+
+    size: int  # J; a group may have fewer layers, and leaves the rest of its blocks unused
+    windows: tuple[int | None, ...]  # of each of the G groups: the tokens its layers see; None: all, of full layers
+    places: tuple[tuple[int, int], ...]  # of each of the L layers: its group and its place there
+
+    @property
+    def count(self) -> int:
+        return len(self.windows)
+
+
+def group_layers(kinds: Sequence[LayerKind], window: int | None) -> LayerGroups:
+    """One group where all layers are of one kind; else groups as large as the kind with fewer layers, the full ones first."""
+    by_kind = [[i for i, kind in enumerate(kinds) if kind == wanted] for wanted in ("full", "window")]
+    size = min(len(layers) for layers in by_kind) or len(kinds)
+    groups = [group for layers in by_kind for group in batched(layers, size)]
+    places = {layer: (g, j) for g, group in enumerate(groups) for j, layer in enumerate(group)}
+    return LayerGroups(
+        size=size,
+        windows=tuple(window if kinds[group[0]] == "window" else None for group in groups),
+        places=tuple(places[i] for i in range(len(kinds))),
+    )
 
 
 @dataclass(frozen=True)
@@ -86,6 +116,10 @@ class ModelConfig:
         return tuple(unit[i % len(unit)] for i in range(self.num_layers))
 
     @property
+    def layer_groups(self) -> LayerGroups:
+        return group_layers(self.layer_kinds, self.window)
+
+    @property
     def score_scale(self) -> float:
         return 1 / math.sqrt(self.head_width) if self.attention_scale is None else self.attention_scale
 
@@ -98,12 +132,14 @@ class CacheConfig:
     kv_memory: int = 0  # bytes of the pool; 0: what the device has left (on CPU at most 4 GiB)
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as the weights
     prefix_caching: bool = True  # start from blocks that already hold the beginning of a prompt
+    reserve: Reserve = "paged"  # block by block, or one contiguous run from the start, of the size that older engines reserved
     swap_memory: int = 0  # bytes of host memory, over all devices, that blocks may be moved to; 0: none
 
     def __post_init__(self):
         p = self.block_size
         check(p >= 0 and p & (p - 1) == 0, f"block_size must be a power of two (or 0: chosen by device); got {p}")
         _check_one_of("kv_dtype", self.kv_dtype)
+        check(self.reserve in get_args(Reserve), f"reserve must be one of {', '.join(get_args(Reserve))}; got {self.reserve!r}")
         check(self.kv_memory >= 0, f"kv_memory must be a number of bytes (or 0: chosen by device); got {self.kv_memory}")
         check(self.swap_memory >= 0, f"swap_memory must be a number of bytes (or 0: none); got {self.swap_memory}")
 
@@ -116,6 +152,7 @@ class ScheduleConfig:
     max_num_seqs: int = 0  # R, lanes; 0: 32 on CPU, 256 elsewhere
     max_num_batched_tokens: int = 0  # the token budget of a step, above max_num_seqs; 0: 512 on CPU, 2048 elsewhere
     max_queued: int = 4096  # sequences that may wait (a request counts n times); more are refused
+    preemption: Preemption = "auto"  # what a preempted sequence costs: tokens computed again, or blocks swapped; auto: the cheaper
     async_steps: int = 1  # steps dispatched before the oldest one is committed; 0: wait for each
     decode_steps: int = 0  # most decode steps in one dispatch; 0: 1 on CPU, 8 elsewhere
 
@@ -123,6 +160,10 @@ class ScheduleConfig:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "decode_steps"):
             check(getattr(self, name) >= 0, f"{name} must not be negative; got {getattr(self, name)}")
         check(self.max_queued >= 1, f"max_queued must be at least 1; got {self.max_queued}")
+        check(
+            self.preemption in get_args(Preemption),
+            f"preemption must be one of {', '.join(get_args(Preemption))}; got {self.preemption!r}",
+        )
         check(self.async_steps in (0, 1), f"async_steps must be 0 or 1; got {self.async_steps}")
         rows, tokens = self.max_num_seqs, self.max_num_batched_tokens
         check(

@@ -34,6 +34,7 @@ from pagedjax.errors import check
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.plan import Entry, Plan, Row, RowResult
 from pagedjax.host.request import Logprobs, Request, SamplingParams, TokenEvent, Usage
+from pagedjax.host.reserve import BuddyPool
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.host_tier import HostTier
 from pagedjax.limits import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_STOP_IDS
@@ -84,7 +85,7 @@ class Engine:
         one_row = on_cpu and config.dtype == "float32" and mesh.size == 1
         self.buckets = make_buckets(config, on_cpu=on_cpu, one_row=one_row)
         self._table_width = -(-schedule.max_model_len // size)
-        self._fields = {b: step_fields(b, 1, self._table_width) for b in self.buckets}
+        self._fields = {b: step_fields(b, model.layer_groups.count, self._table_width) for b in self.buckets}
         self._lane_fields = lane_fields(schedule.max_model_len, layout.vocab)
         spec = StepSpec(model_for(model.architecture), layout.cfg, mesh, schedule.decode_steps)
         num_blocks = pool_blocks(config, layout.cfg, mesh, temp_bytes=partial(self._largest_temp, spec))
@@ -98,7 +99,7 @@ class Engine:
         release_freed()
         # Zeros, not undefined memory: what a masked slot holds must be finite.
         self.state: DeviceState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), state)
-        pool = BlockPool(num_blocks)
+        pool = BlockPool(num_blocks) if config.cache.reserve == "paged" else BuddyPool(num_blocks)
         self.scheduler = Scheduler(
             pool,
             block_size=size,
@@ -108,6 +109,10 @@ class Engine:
             max_queued=schedule.max_queued,
             decode_steps=schedule.decode_steps,
             prefix_caching=config.cache.prefix_caching,
+            windows=model.layer_groups.windows,
+            reserve=config.cache.reserve,
+            host_blocks=places,
+            preemption=config.schedule.preemption,
         )
         self.padding = Padding()
         self.compilations_after_start = 0

@@ -24,9 +24,9 @@ def kv_dtype(config: EngineConfig) -> np.dtype:
 
 
 def pool_shape(config: EngineConfig, model: ModelConfig, platform: str, num_blocks: int) -> tuple[int, ...]:
-    """[J, N, 2, K, P, D']. On TPU the head width is stored in whole lanes of 128."""
+    """[J, N, 2, K, P, D'], J the layers of a group. On TPU the head width is stored in whole lanes of 128."""
     width = -(-model.head_width // 128) * 128 if platform == "tpu" else model.head_width
-    return (model.num_layers, num_blocks, 2, model.num_kv_heads, config.cache.block_size, width)
+    return (model.layer_groups.size, num_blocks, 2, model.num_kv_heads, config.cache.block_size, width)
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig, platform: str) -> int:
@@ -50,7 +50,7 @@ def pool_blocks(config: EngineConfig, model: ModelConfig, mesh: Mesh, *, temp_by
     per_block = block_bytes(config, model, device.platform)
     schedule = config.schedule
     blocks_per_row = -(-schedule.max_model_len // config.cache.block_size)
-    most = schedule.max_num_seqs * blocks_per_row + 1
+    most = schedule.max_num_seqs * blocks_per_row * model.layer_groups.count + 1
     on_cpu = device.platform == "cpu"
     if config.cache.kv_memory:
         budget = config.cache.kv_memory

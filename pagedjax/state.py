@@ -57,7 +57,7 @@ class StepInput:
     query_start: jax.Array  # i32[S+1]: row s owns tokens query_start[s]:query_start[s+1]; padding rows are empty
     num_decode: jax.Array  # i32[1]: rows with one token, at the front
     context_lens: jax.Array  # i32[S]: tokens of the row in the cache once this step has written its own; 0: padding row
-    block_tables: jax.Array  # i32[G, S, B]
+    block_tables: jax.Array  # i32[G, S, B]; 0: a block that no layer of the group reads or writes in this step
     lanes: jax.Array  # i32[S]; R: a row that has no lane to write to (padding)
     samples: jax.Array  # i32[S]: 1 where the row's last token is the newest of its sequence, so that a token is sampled
     steps: jax.Array  # i32[1]: decode steps to run in this dispatch

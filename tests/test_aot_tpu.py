@@ -1,4 +1,5 @@
-"""The whole step of a Llama-3-8B, compiled to machine code for TPU v5e without a TPU: the pool is written in place."""
+"""The whole step of a Llama 3 8B and of a model of full and window layers, compiled to machine code for TPU v5e without a TPU: the
+pool is written in place."""
 
 import importlib.util
 import os
@@ -38,6 +39,22 @@ LLAMA_3_8B = ModelConfig(
     rope=RopeConfig(theta=500_000.0),
 )
 
+# The layers of Gemma 3 4B, 34 of them in 7 groups of 5, with fewer weights and token ids.
+WINDOWED = ModelConfig(
+    architecture="gemma3",
+    vocab_size=8192,
+    model_width=2560,
+    num_layers=34,
+    num_heads=8,
+    num_kv_heads=4,
+    head_width=256,
+    ffn_width=2560,
+    max_positions=8192,
+    layer_pattern=("window",) * 5 + ("full",),
+    window=1024,
+    tied_embeddings=True,
+)
+
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
@@ -53,9 +70,9 @@ def mesh() -> Mesh:
     return Mesh(np.asarray(devices[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def abstract_state(mesh: Mesh, num_blocks: int) -> DeviceState:
+def abstract_state(mesh: Mesh, cfg: ModelConfig, num_blocks: int) -> DeviceState:
     config = with_options(EngineConfig(), {"dtype": "bfloat16", "block_size": 128})
-    layout = shard_layout(LLAMA_3_8B, 4)
+    layout = shard_layout(cfg, 4)
     pool = jax.ShapeDtypeStruct(pool_shape(config, layout.cfg, "tpu", num_blocks), kv_dtype(config))
     state = DeviceState(kv=cast(Any, pool), lanes=abstract_lanes(64, 8192, layout.vocab))
     shardings = state_shardings(state, mesh)
@@ -67,26 +84,35 @@ def bytes_of_a_chip(state: DeviceState) -> int:
     return int(np.prod(state.kv.shape)) * state.kv.dtype.itemsize // 4
 
 
-@pytest.mark.parametrize(("bucket", "steps"), [(Bucket(64, 64), 1), (Bucket(64, 64), 8), (Bucket(512, 64), 8)], ids=str)
-def test_a_whole_step_writes_the_pool_in_place(mesh: Mesh, bucket: Bucket, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("cfg", "bucket", "steps"),
+    [
+        (LLAMA_3_8B, Bucket(64, 64), 1),
+        (LLAMA_3_8B, Bucket(64, 64), 8),
+        (LLAMA_3_8B, Bucket(512, 64), 8),
+        (WINDOWED, Bucket(64, 64), 1),
+    ],
+    ids=lambda x: x.architecture if isinstance(x, ModelConfig) else str(x),
+)
+def test_a_whole_step_writes_the_pool_in_place(mesh: Mesh, cfg: ModelConfig, bucket: Bucket, steps: int) -> None:
     """Temporaries below one layer's K and V, on each chip; the alias covers the pool. With 8 steps a decode bucket is a loop
     around the step."""
-    layout = shard_layout(LLAMA_3_8B, 4)
-    model = model_for("llama")
+    layout = shard_layout(cfg, 4)
+    model = model_for(cfg.architecture)
     params = abstract_params(model.param_specs(layout.cfg, "bfloat16", layout.vocab), layout.cfg, mesh, stacked=True)
-    state = abstract_state(mesh, 2048)
+    state = abstract_state(mesh, cfg, 2048)
     compiled = lower_step(StepSpec(model, layout.cfg, mesh, steps), bucket, params, state, 8192 // 128).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
     pool = bytes_of_a_chip(state)
     assert memory.alias_size_in_bytes >= pool
-    assert memory.temp_size_in_bytes < pool // LLAMA_3_8B.num_layers, f"{memory.temp_size_in_bytes >> 20} MiB"
+    assert memory.temp_size_in_bytes < pool // cfg.layer_groups.size, f"{memory.temp_size_in_bytes >> 20} MiB"
 
 
 def test_a_block_moves_alone(mesh: Mesh) -> None:
     """To host memory and back, without the pool. The control: data that is written from where it is."""
     blocks = 256
-    state = abstract_state(mesh, blocks)
+    state = abstract_state(mesh, LLAMA_3_8B, blocks)
     pool = bytes_of_a_chip(state)
     out, back = lower_read_block(state, mesh).compile(), lower_write_block(state, mesh).compile()
     memory = out.memory_analysis()

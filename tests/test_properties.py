@@ -125,7 +125,7 @@ def test_a_shuffled_block_table_changes_the_tokens(stories_engine: Callable[...,
     def wrong(plan, *args):
         rows = plan.rows
         if len(rows) == 2 and all(row.start >= 40 for row in rows):
-            first = [np.concatenate([b.table[:1], a.table[1:]]) for a, b in (rows, rows[::-1])]
+            first = [np.concatenate([b.table[:, :1], a.table[:, 1:]], axis=1) for a, b in (rows, rows[::-1])]
             plan = replace(plan, rows=tuple(row._replace(table=table) for row, table in zip(rows, first, strict=True)))
         return right(plan, *args)
 

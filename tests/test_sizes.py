@@ -12,7 +12,7 @@ from pagedjax.config import BucketConfig, CacheConfig, EngineConfig, ModelConfig
 from pagedjax.device.compile import set_compile_cache
 from pagedjax.device.sharding import make_mesh
 from pagedjax.errors import UserError
-from pagedjax.memory import CPU_LIMIT, available_memory, pool_blocks, rounded_down
+from pagedjax.memory import CPU_LIMIT, available_memory, pool_blocks, pool_shape, rounded_down
 
 MODEL = ModelConfig("llama", 512, 64, 5, 8, 4, 8, 172, 512)
 
@@ -95,6 +95,23 @@ def test_starts_with_about_the_same_memory_have_the_same_pool(monkeypatch: pytes
     assert blocks(1 << 40, **many) == CPU_LIMIT // per_block
     with pytest.raises(UserError, match="kv_memory must hold at least 2 blocks"):
         blocks(4 * per_block)
+
+
+def test_a_block_holds_the_layers_of_one_group() -> None:
+    """Gemma 3 1B: 4 full and 22 window layers make 7 groups of 4, so that a block is 4 / 26 of one of all layers."""
+    pattern = ("window",) * 5 + ("full",)
+    models = {
+        name: replace(MODEL, num_layers=26, layer_pattern=kinds, window=64)
+        for name, kinds in (("uniform", pattern[5:]), ("gemma", pattern))
+    }
+    config = resolve(with_options(EngineConfig(), {"max_num_seqs": 2, "cache.kv_memory": 26 * 1000 << 10}), MODEL, "cpu", "float32")
+    shapes = {name: pool_shape(config, model, "cpu", 9) for name, model in models.items()}
+    assert shapes == {"uniform": (26, 9, 2, 4, 64, 8), "gemma": (4, 9, 2, 4, 64, 8)}
+    small = with_options(config, {"cache.kv_memory": 4 * 26 * 2 * 4 * 64 * 8 * 4})
+    blocks = {name: pool_blocks(small, model, make_mesh(1), temp_bytes=lambda: 0) for name, model in models.items()}
+    assert blocks == {"uniform": 4, "gemma": 26}
+    most = {name: pool_blocks(config, model, make_mesh(1), temp_bytes=lambda: 0) for name, model in models.items()}
+    assert most == {"uniform": 2 * 512 // 64 + 1, "gemma": 2 * 512 // 64 * 7 + 1}, "all lanes at full length, in every group"
 
 
 def test_available_memory(tmp_path: Path) -> None:

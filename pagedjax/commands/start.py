@@ -20,9 +20,10 @@ def facts(llm: LLM) -> str:
     """What the engine decided at start, for one line."""
     engine = llm.engine
     config, device = engine.config, engine.mesh.devices.flat[0]
-    schedule, pool = config.schedule, engine.scheduler.pool
+    schedule, pool, groups = config.schedule, engine.scheduler.pool, engine.model.layer_groups.count
     return (
         f"{engine.model.architecture} in {config.dtype} on {engine.mesh.size} {device.platform}, context {schedule.max_model_len}, "
         f"{schedule.max_num_seqs} lanes, {schedule.max_num_batched_tokens} tokens a step, "
         f"pool of {terminal.size(engine.state.kv.nbytes)}: {pool.capacity} blocks of {config.cache.block_size} tokens"
+        + (f" of one of {groups} layer groups" if groups > 1 else "")
     )

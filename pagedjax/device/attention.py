@@ -8,17 +8,19 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import kv_write, paged_attention, paged_decode
 
+Place = tuple[jax.Array | int, jax.Array | int]  # of a layer: its group, and which of the group's layers it is
+
 
 @struct.dataclass
 class Rows:
     """Where the tokens of a pass stand in the cache. Made once a pass, read by every layer."""
 
-    slots: jax.Array  # i32[T]: block * P + place in the block; padding: 0
+    slots: jax.Array  # i32[G, T]: block * P + place in the block; padding: 0
     positions: jax.Array  # i32[T]
     query_start: jax.Array  # i32[S+1]
     num_decode: jax.Array  # i32[1]
     context_lens: jax.Array  # i32[S]
-    block_tables: jax.Array  # i32[S, B]
+    block_tables: jax.Array  # i32[G, S, B]
     mesh: Mesh = struct.field(pytree_node=False)
 
 
@@ -27,14 +29,17 @@ def attend(
     k: jax.Array,  # f32[T, K, D]
     v: jax.Array,  # f32[T, K, D]
     kv: jax.Array,  # [J, N, 2, K, P, D']
-    layer: jax.Array | int,
+    place: Place,
     rows: Rows,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(f32[T, H, D], the pool with this layer's new tokens). The write comes first: rows of one step may read each other."""
+    """(f32[T, H, D], the pool with this layer's new tokens). The write comes first: rows of one step may read each other.
+
+    Blocks that end before the window of a row's first token are not read; their entries in the table may be 0.
+    """
     num_rows = rows.context_lens.shape[0]
 
     def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode):
@@ -54,5 +59,6 @@ def attend(
         local = jax.shard_map(
             local, mesh=rows.mesh, in_specs=(head, head, head, pool, *[P()] * 6), out_specs=(head, pool), check_vma=False
         )
-    layer = jnp.asarray(layer, jnp.int32)
-    return local(q, k, v, kv, layer, rows.slots, rows.block_tables, rows.context_lens, rows.query_start, rows.num_decode)
+    group, layer = (jnp.asarray(x, jnp.int32) for x in place)
+    slots, tables = (jax.lax.dynamic_index_in_dim(x, group, keepdims=False) for x in (rows.slots, rows.block_tables))
+    return local(q, k, v, kv, layer, slots, tables, rows.context_lens, rows.query_start, rows.num_decode)

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 
 def copy_blocks(kv: jax.Array, copies: jax.Array) -> jax.Array:
     """kv [J, N, 2, K, P, D'], copies i32[C, 2] of (source, target), the real ones first, then (0, 0): the pool with each source
-    also in its target, in all layers. In place, one layer of one block at a time; the loop is as long as there are real copies.
-    No target may be a source."""
+    also in its target, in all layers, one copy after the other. In place, one layer of one block at a time; the loop is as long
+    as there are real copies."""
     layers = kv.shape[0]
     zero = jnp.int32(0)
 

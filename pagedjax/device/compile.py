@@ -54,7 +54,7 @@ def set_compile_cache(folder: str) -> None:
 
 def lower_step(spec: StepSpec, bucket: Bucket, params: Any, state: DeviceState, table_width: int) -> jax.stages.Lowered:
     """The step for one bucket. `params` and `state` may be abstract; state is donated, so that the pool is written in place."""
-    fields = step_fields(bucket, 1, table_width)
+    fields = step_fields(bucket, spec.cfg.layer_groups.count, table_width)
 
     def step(params: Any, state: DeviceState, buffer: jax.Array) -> tuple[DeviceState, StepOutput]:
         return run_step(params, state, StepInput(**split(buffer, fields)), spec)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from pagedjax.config import LayerKind, ModelConfig, RopeConfig
-from pagedjax.device.attention import Rows, attend
+from pagedjax.device.attention import Place, Rows, attend
 from pagedjax.device.params import Axis, ParamSpec, Stacked
 
 FEW_ROWS = 64  # up to so many, a product on CPU is faster with the weight as its left operand (docs/benchmarks.md)
@@ -103,7 +103,7 @@ def self_attention(
     x: jax.Array,
     w: dict[str, jax.Array],
     kv: jax.Array,
-    index: jax.Array | int,
+    place: Place,
     kind: LayerKind,
     rows: Rows,
     ropes: Ropes,
@@ -121,7 +121,7 @@ def self_attention(
         rotate(k, cos, sin),
         v,
         kv,
-        index,
+        place,
         rows,
         scale=cfg.score_scale,
         window=window,
@@ -200,32 +200,33 @@ def decoder_specs(cfg: ModelConfig, dtype: str, vocab: int, layer: dict[str, Par
 
 
 Carry = Any
-LayerFn = Callable[[Carry, dict[str, jax.Array], jax.Array | int, LayerKind], Carry]
+LayerFn = Callable[[Carry, dict[str, jax.Array], Place, LayerKind], Carry]
 
 
 def fold_layers(layer_fn: LayerFn, carry: Carry, layers: list[dict[str, jax.Array]] | Stacked, cfg: ModelConfig) -> Carry:
-    """carry = layer_fn(carry, weights, layer index, kind) for every layer in order.
+    """carry = layer_fn(carry, weights, place in the pool, kind) for every layer in order.
 
     The type of `layers` chooses the loop: a list is unrolled; `Stacked` runs a scan with one repeating unit per iteration.
     """
-    kinds = cfg.layer_pattern
+    kinds, places = cfg.layer_pattern, cfg.layer_groups.places
     if not isinstance(layers, Stacked):
         # Traced once for each kind and called L times: a third of the time to lower. XLA inlines the calls.
         traced = jax.jit(layer_fn, static_argnums=3)
         for i, weights in enumerate(layers):
-            carry = traced(carry, weights, i, cfg.layer_kinds[i])
+            carry = traced(carry, weights, places[i], cfg.layer_kinds[i])
         return carry
     size = len(kinds)
     units = (cfg.num_layers // size) if layers.unit else 0
 
     def one_unit(carry: Carry, xs: tuple[Any, jax.Array]) -> tuple[Carry, None]:
-        unit, i = xs
+        unit, place = xs
         for u in range(size):
-            carry = layer_fn(carry, unit[u], i * size + u, kinds[u])
+            carry = layer_fn(carry, unit[u], (place[u, 0], place[u, 1]), kinds[u])
         return carry, None
 
     if units:
-        carry, _ = jax.lax.scan(one_unit, carry, (layers.unit, jnp.arange(units, dtype=jnp.int32)))
+        stacked = jnp.asarray(places[: units * size], jnp.int32).reshape(units, size, 2)
+        carry, _ = jax.lax.scan(one_unit, carry, (layers.unit, stacked))
     for r, weights in enumerate(layers.rest):
-        carry = layer_fn(carry, weights, units * size + r, kinds[r])
+        carry = layer_fn(carry, weights, places[units * size + r], kinds[r])
     return carry

@@ -71,7 +71,7 @@ def one_pass(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) 
         query_start=batch.query_start,
         num_decode=batch.num_decode,
         context_lens=context,
-        block_tables=batch.block_tables[0],
+        block_tables=batch.block_tables,
         mesh=spec.mesh,
     )
     hidden, kv = spec.model.forward(params, tokens, state.kv, rows, spec.cfg)
@@ -102,7 +102,7 @@ def whole_logits(params: Any, hidden: jax.Array, spec: StepSpec) -> jax.Array:
 
 
 def find_slots(batch: StepInput, context_lens: jax.Array, block_size: int) -> jax.Array:
-    """i32[T]: the slot of each token; 0, in the scrap block, for padding and for rows of length 0."""
+    """i32[G, T]: the slot of each token in each layer group; 0, in the scrap block, for padding and for rows of length 0."""
     count = batch.tokens.shape[0]
     token = jnp.arange(count, dtype=jnp.int32)
     if count == batch.lanes.shape[0]:
@@ -110,7 +110,7 @@ def find_slots(batch: StepInput, context_lens: jax.Array, block_size: int) -> ja
     else:
         row = jnp.sum(token[:, None] >= batch.query_start[None, 1:], axis=1, dtype=jnp.int32)
     row = jnp.minimum(row, batch.lanes.shape[0] - 1)
-    block = batch.block_tables[0, row, batch.positions // block_size]
+    block = batch.block_tables[:, row, batch.positions // block_size]
     real = (token < batch.query_start[-1]) & (context_lens[row] > 0)
     return jnp.where(real, block * block_size + batch.positions % block_size, 0)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pagedjax.config import LayerKind, ModelConfig
-from pagedjax.device.attention import Rows
+from pagedjax.device.attention import Place, Rows
 from pagedjax.device.layers import (
     attention_specs,
     decoder_specs,
@@ -45,10 +45,10 @@ def forward(params: dict[str, Any], tokens: jax.Array, kv: jax.Array, rows: Rows
     """tokens i32[T], the pool -> (hidden f32[T, M] after the final norm, the pool)."""
     ropes = layer_ropes(rows.positions, cfg)
 
-    def layer(carry, w: dict[str, jax.Array], index: jax.Array | int, kind: LayerKind):
+    def layer(carry, w: dict[str, jax.Array], place: Place, kind: LayerKind):
         x, kv = carry
         norm = lambda x, name: rms_norm(x, w[name], cfg.norm_eps)
-        out, kv = self_attention(norm(x, "attention_norm"), w, kv, index, kind, rows, ropes, cfg)
+        out, kv = self_attention(norm(x, "attention_norm"), w, kv, place, kind, rows, ropes, cfg)
         x = x + norm(out, "attention_post_norm")
         return x + norm(gated_mlp(norm(x, "mlp_norm"), w, cfg), "mlp_post_norm"), kv
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pagedjax.config import LayerKind, ModelConfig
-from pagedjax.device.attention import Rows
+from pagedjax.device.attention import Place, Rows
 from pagedjax.device.layers import (
     attention_specs,
     decoder_specs,
@@ -36,9 +36,9 @@ def forward(params: dict[str, Any], tokens: jax.Array, kv: jax.Array, rows: Rows
     """tokens i32[T], the pool -> (hidden f32[T, M] after the final norm, the pool)."""
     ropes = layer_ropes(rows.positions, cfg)
 
-    def layer(carry, w: dict[str, jax.Array], index: jax.Array | int, kind: LayerKind):
+    def layer(carry, w: dict[str, jax.Array], place: Place, kind: LayerKind):
         x, kv = carry
-        out, kv = self_attention(rms_norm(x, w["attention_norm"], cfg.norm_eps), w, kv, index, kind, rows, ropes, cfg)
+        out, kv = self_attention(rms_norm(x, w["attention_norm"], cfg.norm_eps), w, kv, place, kind, rows, ropes, cfg)
         x = x + out
         return x + gated_mlp(rms_norm(x, w["mlp_norm"], cfg.norm_eps), w, cfg), kv
 

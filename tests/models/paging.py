@@ -1,5 +1,6 @@
 """Runs texts through a model's forward pass and a paged pool, by hand: no scheduler, no engine."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ TOKENS = 80  # T of a step that is not all decode
 SCRAP = 1e3  # what the pool holds before anything is written: finite, and loud if it is read
 
 Pass = Callable[..., tuple[jax.Array, jax.Array]]
+Reader = Callable[[np.ndarray, Sequence[int]], np.ndarray]
 
 
 def compiled_pass(cfg: ModelConfig) -> Pass:
@@ -35,11 +37,12 @@ def compiled_pass(cfg: ModelConfig) -> Pass:
     return one_pass
 
 
-def shuffled_tables(texts: Sequence[Sequence[int]], seed: int) -> np.ndarray:
-    """i32[S, B]: every text's blocks, in random order; block 0 is scrap."""
+def shuffled_tables(cfg: ModelConfig, texts: Sequence[Sequence[int]], seed: int) -> np.ndarray:
+    """i32[G, S, B]: every text's blocks in each layer group, in random order; block 0 is scrap."""
     width = max(-(-len(ids) // BLOCK) for ids in texts)
-    tables = np.zeros((ROWS, width), np.int32)
-    tables[: len(texts)] = 1 + np.random.default_rng(seed).permutation(len(texts) * width).reshape(len(texts), width)
+    shape = (cfg.layer_groups.count, len(texts), width)
+    tables = np.zeros((shape[0], ROWS, width), np.int32)
+    tables[:, : len(texts)] = 1 + np.random.default_rng(seed).permutation(math.prod(shape)).reshape(shape)
     return tables
 
 
@@ -52,18 +55,20 @@ def run(
     steps: Sequence[Sequence[int]],
     *,
     tables: np.ndarray,
-    read_tables: np.ndarray | None = None,
+    read: Reader = lambda tables, done: tables,
+    scrap: float = SCRAP,
 ) -> list[np.ndarray]:
     """f32[length, V] of each text. `steps` says how many tokens of each text a step takes; a step of at most one each runs with
-    as many tokens as rows, any other with TOKENS. `read_tables`, if given, are the block tables attention sees."""
-    shape = (cfg.num_layers, int(tables.max()) + 1, 2, cfg.num_kv_heads, BLOCK, cfg.head_width)
-    kv = jax.device_put(jnp.full(shape, SCRAP, jnp.float32), NamedSharding(mesh, POOL))
+    as many tokens as rows, any other with TOKENS. `read` makes the block tables that attention sees from `tables` and the number of
+    tokens of each text before the step. Block 0 is full of `scrap` at first."""
+    shape = (cfg.layer_groups.size, int(tables.max()) + 1, 2, cfg.num_kv_heads, BLOCK, cfg.head_width)
+    kv = jax.device_put(jnp.full(shape, SCRAP, jnp.float32).at[:, 0].set(scrap), NamedSharding(mesh, POOL))
     done, out = [0] * len(texts), [[] for _ in texts]
-    make = partial(make_step, texts=texts, mesh=mesh, tables=tables, read=tables if read_tables is None else read_tables)
+    make = partial(make_step, texts=texts, mesh=mesh, tables=tables)
     for counts in steps:
         order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: counts[i] > 1)
         size = ROWS if max(counts) == 1 else TOKENS
-        ids, rows, starts = make(counts=counts, done=done, order=order, size=size)
+        ids, rows, starts = make(counts=counts, done=done, order=order, size=size, read=read(tables, done))
         scores, kv = one_pass(params, ids, kv, rows)
         for place, i in enumerate(order):
             out[i].append(np.asarray(scores[starts[place] : starts[place + 1]]))
@@ -84,16 +89,16 @@ def make_step(
     read: np.ndarray,
 ) -> tuple[jax.Array, Rows, np.ndarray]:
     """(tokens i32[size], rows, query_start)."""
-    ids, positions, slots = (np.zeros(size, np.int32) for _ in range(3))
+    ids, positions, slots = np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros((len(tables), size), np.int32)
     starts, lens, table = np.zeros(ROWS + 1, np.int32), np.zeros(ROWS, np.int32), np.zeros_like(tables)
     at = 0
     for place, i in enumerate(order):
         begin, end = done[i], done[i] + counts[i]
         here, position = slice(at, at + counts[i]), np.arange(begin, end)
         ids[here], positions[here] = texts[i][begin:end], position
-        slots[here] = tables[i, position // BLOCK] * BLOCK + position % BLOCK
+        slots[:, here] = tables[:, i, position // BLOCK] * BLOCK + position % BLOCK
         at += counts[i]
-        starts[place + 1 :], lens[place], table[place] = at, end, read[i]
+        starts[place + 1 :], lens[place], table[:, place] = at, end, read[:, i]
     num_decode = np.array([sum(counts[i] == 1 for i in order)], np.int32)
     arrays = (jnp.asarray(x) for x in (slots, positions, starts, num_decode, lens, table))
     return jnp.asarray(ids), Rows(*arrays, mesh=mesh), starts

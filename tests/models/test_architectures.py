@@ -41,8 +41,10 @@ def test_activations_are_float32_and_the_pool_keeps_its_dtype(architecture, toke
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    rows = Rows(ints(tokens), ints(tokens), ints(ROWS + 1), ints(1), ints(ROWS), ints(ROWS, 2), mesh=make_mesh(1))
-    kv = jax.ShapeDtypeStruct((cfg.num_layers, 6, 2, cfg.num_kv_heads, BLOCK, cfg.head_width), jnp.bfloat16)
+    groups = cfg.layer_groups
+    slots, tables = ints(groups.count, tokens), ints(groups.count, ROWS, 2)
+    rows = Rows(slots, ints(tokens), ints(ROWS + 1), ints(1), ints(ROWS), tables, mesh=make_mesh(1))
+    kv = jax.ShapeDtypeStruct((groups.size, 6, 2, cfg.num_kv_heads, BLOCK, cfg.head_width), jnp.bfloat16)
     for layers in (params["layers"], Stacked(unit=(unit, unit), rest=(rest,))):
         whole = {**params, "layers": layers}
         hidden, pool = jax.eval_shape(lambda *a: model.forward(*a, cfg), whole, ints(tokens), kv, rows)

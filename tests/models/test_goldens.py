@@ -49,18 +49,17 @@ def test_both_forms_of_a_configuration_mean_the_same(name):
 def test_logits_agree_with_transformers(name, mesh, tmp_path):
     checkpoint = open_golden(name, tmp_path)
     wanted, ids = expected(name), texts(name)
-    tables = shuffled_tables(ids, 1)
-
     params, cfg = load(checkpoint, mesh, stacked=False)
+    tables = shuffled_tables(cfg, ids, 1)
     one_pass = compiled_pass(cfg)
     forward = partial(run, one_pass, params, cfg, mesh, ids)
     whole = forward(WHOLE, tables=tables)
     assert distance(whole, wanted) < TOLERANCE
-    assert distance(forward(CHUNKED, tables=shuffled_tables(ids, 2)), wanted) < TOLERANCE
+    assert distance(forward(CHUNKED, tables=shuffled_tables(cfg, ids, 2)), wanted) < TOLERANCE
 
     wrong = tables.copy()  # control: attention reads the second block of the first text from another place
-    wrong[0, 1] = tables[1, 0]
-    assert distance(forward(WHOLE, tables=tables, read_tables=wrong), wanted) > 100 * TOLERANCE
+    wrong[:, 0, 1] = tables[:, 1, 0]
+    assert distance(forward(WHOLE, tables=tables, read=lambda *_: wrong), wanted) > 100 * TOLERANCE
     if name in WITHOUT_WEIGHT:
         weight, blank = WITHOUT_WEIGHT[name]
         last = params["layers"][-1]
@@ -73,7 +72,7 @@ def test_logits_agree_with_transformers(name, mesh, tmp_path):
     forward = partial(run, compiled_pass(cfg), params, cfg, mesh, ids)
     assert distance(forward(WHOLE, tables=tables), whole) < 1e-5
     if name in ("llama_llama3", "gemma3"):  # of one kind of layer, and of several with an incomplete last unit
-        assert distance(forward(CHUNKED, tables=shuffled_tables(ids, 3)), wanted) < TOLERANCE
+        assert distance(forward(CHUNKED, tables=shuffled_tables(cfg, ids, 3)), wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", WITHOUT_FIELD)
@@ -81,7 +80,7 @@ def test_a_changed_configuration_is_seen(name, mesh, tmp_path):
     params, cfg = load(open_golden(name, tmp_path), mesh, stacked=True)
     cfg = replace(cfg, **WITHOUT_FIELD[name])
     ids = texts(name)
-    got = run(compiled_pass(cfg), params, cfg, mesh, ids, WHOLE, tables=shuffled_tables(ids, 1))
+    got = run(compiled_pass(cfg), params, cfg, mesh, ids, WHOLE, tables=shuffled_tables(cfg, ids, 1))
     assert distance(got, expected(name)) > 100 * TOLERANCE
 
 

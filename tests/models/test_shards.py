@@ -19,7 +19,7 @@ def test_logits_over_several_devices(name, shards, tmp_path):
     layers = params["layers"].unit[0] if shards == 4 else params["layers"][0]
     assert len(layers["up"].sharding.device_set) == shards and not layers["up"].sharding.is_fully_replicated
     ids = texts(name)
-    got = run(compiled_pass(cfg), params, cfg, mesh, ids, [LENGTHS], tables=shuffled_tables(ids, shards))
+    got = run(compiled_pass(cfg), params, cfg, mesh, ids, [LENGTHS], tables=shuffled_tables(cfg, ids, shards))
     true = [scores[:, : cfg.vocab_size] for scores in got]
     assert distance(true, expected(name)) < TOLERANCE
     padding = np.concatenate([scores[:, cfg.vocab_size :] for scores in got])

@@ -23,7 +23,7 @@ def test_logits_of_smollm2():
     prompts = GOLDEN["prompts"]
     ids = [prompt["ids"] for prompt in prompts]
     steps = [[len(x) - 3 for x in ids], [1, 1, 1], [1, 1, 1], [1, 1, 1]]
-    got = run(compiled_pass(cfg), params, cfg, mesh, ids, steps, tables=shuffled_tables(ids, 4))
+    got = run(compiled_pass(cfg), params, cfg, mesh, ids, steps, tables=shuffled_tables(cfg, ids, 4))
     for prompt, logits in zip(prompts, got, strict=True):
         logits = logits.astype(np.float64)
         best = np.take_along_axis(logits, np.asarray(prompt["best_ids"]), axis=1)
