@@ -28,8 +28,8 @@ class Rates:
         self._prefilled = False
 
     def observe(self, prefill: int, decode: int, seconds: float, steps: int = 1) -> None:
-        """A dispatch of so many steps computed so many tokens of prompts, and of answers, and took so long. What took no time, or computed
-        nothing, says nothing."""
+        """A dispatch of so many steps computed so many tokens of prompts, and of answers, and took so long. No time and no
+        tokens say nothing."""
         if seconds <= 0 or prefill + decode == 0:
             return
         tokens, seconds, decode_tokens = (prefill + decode) / steps, seconds / steps, decode / steps

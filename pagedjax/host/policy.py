@@ -151,19 +151,15 @@ def displaceable(
     """Running sequences that may be preempted so that `first`, the next to enter, finds a lane and blocks; first to go first.
 
     Batch work that is above its own (batch_over) makes room for interactive work. By priority, sequences of the same pool and
-    tenant do that are less urgent, and at least `hysteresis` levels behind: no inversion, whatever is full. What is displaced
-    waits with the key it had, so it never takes the place of the one it made room for. Between tenants no priority counts: a
-    tenant that calls everything urgent would get everything.
+    tenant do that are `hysteresis` levels behind or more, age counted: no inversion beyond that, whatever is full. What is
+    displaced waits with the key it had, so it never takes the place of the one it made room for. Between tenants no priority
+    counts: a tenant that calls everything urgent would get everything.
     """
     if first.pool == "interactive" and batch_over:
         found = [r for r in running if r.pool == "batch"]
     elif policy == "priority":
         behind = priority(first, options) + options.hysteresis
-        found = [
-            r
-            for r in running
-            if (r.pool, r.tenant) == (first.pool, first.tenant) and r.priority > first.priority and priority(r, options) >= behind
-        ]
+        found = [r for r in running if (r.pool, r.tenant) == (first.pool, first.tenant) and priority(r, options) >= behind]
     else:
         found = []
     return sorted(found, key=lambda r: rank(r, policy, options), reverse=True)

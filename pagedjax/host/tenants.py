@@ -1,9 +1,10 @@
 """Fairness among tenants: virtual token counters (VTC, Sheng et al., OSDI 2024), ceilings and caps.
 
 A tenant's counter is the service it received, in weighted tokens, over its weight. The tenant with work waiting whose counter is
-the smallest is served next. One that comes back is lifted to the smallest counter of those that wait, so that nobody saves up credit.
-For two tenants of weight 1 that both have work waiting all the time, the services they receive in that time never differ by more
-than `fairness_bound`, whatever they send. A tenant is passed over only for its own ceiling or caps: while one may start, one does.
+the smallest is served next. Nobody saves up credit: one that comes back is lifted to the smallest counter of those that wait. For
+two tenants of weight 1 that both have work waiting all the time, the services they receive in that time never differ by more than
+`fairness_bound`, whatever they send. A tenant is passed over only for its own ceiling or caps: while one may start, one does. What
+it could not take for these it does not catch up on.
 """
 
 from collections.abc import Collection, Container, Hashable, Mapping
@@ -100,6 +101,10 @@ class Tenants:
         floor = min(others) if others else self._counters.get(last, 0.0) if last else 0.0
         if len(self._counters) + len(self._levels) >= self._forget_at:
             self._forget(pool, {*waiting, tenant}, floor, now)
+        self.lift(pool, tenant, floor)
+
+    def lift(self, pool: str, tenant: str, floor: float) -> None:
+        """The tenant's counter is `floor` at least."""
         self._counters[pool, tenant] = max(self.counter(pool, tenant), floor)
 
     def admitted(self, key: Hashable, pool: str, tenant: str, *, prompt: int, cached: int, now: float) -> None:

@@ -157,6 +157,8 @@ class WaitingQueue[S: QueuedSequence]:
             sequence = left[tenant].head().sequence
             reason = self.tenants.may_start(tenant, now, *held.get(tenant, Held()), self._blocks(sequence))
             if reason is None:
+                for other in passed:
+                    self.tenants.lift(pool, other, self.tenants.counter(pool, tenant))
                 return sequence
             passed[tenant] = reason
             if len(left) == 1:
