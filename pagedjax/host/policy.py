@@ -36,7 +36,7 @@ class Waiting(NamedTuple):
     pool: str = "interactive"
     priority: int = 0  # the smaller, the more urgent
     prompt_left: int = 0  # tokens to compute before the next one is sampled
-    cached: int = 0  # tokens found in the prefix cache
+    cached: int = 0  # tokens found in the prefix cache; of one that runs, those it has in the cache
     output_left: int = 1  # tokens that are expected to follow
     deadline: float | None = None  # on the clock of arrival
     seconds: float = 0.0  # from its start to its last token, as predicted
@@ -50,7 +50,8 @@ def view(
     service, generated = sequence.request.service, len(sequence.tokens) - sequence.prompt_len
     longest = sequence.max_len - sequence.prompt_len
     wanted = service.expected_tokens or sequence.request.params.max_tokens
-    prompt_left = max(0, len(sequence.tokens) - max(sequence.num_scheduled, cached))
+    cached = max(sequence.num_scheduled, cached)
+    prompt_left = max(0, len(sequence.tokens) - cached)
     output_left = max(1, min(wanted or longest, longest) - generated)
     return Waiting(
         order=sequence.order,

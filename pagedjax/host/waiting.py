@@ -10,7 +10,7 @@ from pagedjax.host.policy import CHANGING, POLICIES, PolicyOptions, QueuedSequen
 from pagedjax.host.pools import POOLS, Held, PoolShares
 from pagedjax.host.tenants import Tenants
 
-WINDOW = 128  # sequences of a tenant that are ranked anew at a time
+WINDOW = 128  # sequences of a pool that are ranked anew at a time
 REFRESH = 0.25  # seconds between two such times
 
 
@@ -74,7 +74,7 @@ class WaitingQueue[S: QueuedSequence]:
     is pushed again and keeps its place, as its arrival and its order are what they were.
 
     The head costs O(tenants) and, amortized, O(log n) of the sequences. Where keys follow the cache or the measured rates, the
-    next WINDOW sequences of each tenant, in turn, are ranked anew every REFRESH seconds.
+    next WINDOW sequences of the pool, each in its turn, are ranked anew every REFRESH seconds.
     """
 
     def __init__(
@@ -138,7 +138,8 @@ class WaitingQueue[S: QueuedSequence]:
 
     def view(self, sequence: S) -> Waiting:
         """As it stands now, whether it waits or runs."""
-        return view(sequence, cached=self._cached(sequence), seconds=self._seconds)
+        cached = 0 if sequence.num_scheduled else self._cached(sequence)
+        return view(sequence, cached=cached, seconds=self._seconds)
 
     # --- who is next ------------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class WaitingQueue[S: QueuedSequence]:
             self._refreshed[pool] = now
         if not flows:
             return None
-        left = dict(flows) if len(flows) > 1 else flows
+        left = flows
         while True:
             tenant = min(left, key=lambda t: (self.tenants.counter(pool, t), left[t].head().rank))
             sequence = left[tenant].head().sequence
@@ -163,6 +164,7 @@ class WaitingQueue[S: QueuedSequence]:
             passed[tenant] = reason
             if len(left) == 1:
                 return None
+            left = dict(flows) if left is flows else left
             del left[tenant]
 
     def seconds_idle(self, now: float) -> float | None:
@@ -202,10 +204,12 @@ class WaitingQueue[S: QueuedSequence]:
         seen = self.view(sequence)
         return _Item(rank(seen, self.policy, self.options), seen, sequence)
 
-    def _refresh(self, flows: Mapping[str, _Flow[S]]) -> None:
-        for flow in flows.values():
-            for old in list(itertools.islice(flow.items.values(), WINDOW)):
-                flow.put(self._item(old.sequence))  # it is the last one now
+    def _refresh(self, flows: dict[str, _Flow[S]]) -> None:
+        each = max(1, WINDOW // max(1, len(flows)))
+        for tenant in list(itertools.islice(flows, WINDOW)):
+            flow = flows[tenant] = flows.pop(tenant)  # the last one now, and so is each item that is put
+            for item in list(itertools.islice(flow.items.values(), each)):
+                flow.put(self._item(item.sequence))
 
     def _before(self, waiting: Waiting, flow: _Flow[S] | None) -> Ahead:
         if flow is None:

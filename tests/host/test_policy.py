@@ -74,7 +74,7 @@ def test_a_view_says_what_is_left() -> None:
     assert seen == Waiting(3, 7.0, "t", "batch", 2, 6, 4, 20, 12.0, 80.0)
     sequence.tokens += [1] * 5
     sequence.num_scheduled = 14
-    assert view(sequence)[5:8] == (1, 0, 15)
+    assert view(sequence)[5:8] == (1, 14, 15)
     assert view(sequence).seconds == 0.0  # nothing predicted
     assert view(queued(0, max_tokens=20, expected_tokens=6)).output_left == 6
     assert view(queued(0, max_tokens=20, expected_tokens=60)).output_left == 20

@@ -95,6 +95,14 @@ def test_first_come_breaks_the_bound() -> None:
     assert widest(serve(work(f, g), owner)) <= bound
 
 
+def test_without_the_charge_for_output_the_bound_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, g = [(1, 29)] * 400, [(29, 1)] * 400
+    bound = fairness_bound(COSTS, 29, POOL)
+    assert widest(serve(work(f, g), owner)) <= bound
+    monkeypatch.setattr(Tenants, "generated", lambda self, key, tokens, now: None)
+    assert widest(serve(work(f, g), owner)) > 3 * bound
+
+
 def counters(tenants: Tenants, *names: str) -> list[float]:
     return [tenants.counter("interactive", name) for name in names]
 

@@ -86,6 +86,29 @@ def test_keys_follow_the_cache_after_a_while(monkeypatch: pytest.MonkeyPatch) ->
     assert queue.head("interactive", 7.0, {}) is all_[0]
 
 
+@pytest.mark.parametrize("num_tenants", [1, 3, 50])
+def test_ranking_anew_is_bounded_and_reaches_all(num_tenants: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_module, "WINDOW", 10)
+    looks: list[int] = []
+
+    def look(sequence: Queued) -> int:
+        looks.append(sequence.order)
+        return 0
+
+    queue: WaitingQueue[Queued] = WaitingQueue("longest_prefix", cached=look)
+    for i in range(60):
+        queue.push(queued(i, tenant=str(i % num_tenants)), 0.0)
+    for now in range(1, 11):
+        looks.clear()
+        queue.head("interactive", float(now), {})
+        assert 9 <= len(looks) <= 10
+    seen = set()
+    for now in range(11, 31):
+        queue.head("interactive", float(now), {})
+        seen |= set(looks)
+    assert len(seen) == 60
+
+
 def test_a_long_queue_is_not_looked_through_for_its_head() -> None:
     looks = [0]
 
