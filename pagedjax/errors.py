@@ -6,7 +6,11 @@ class UserError(ValueError):
 
 
 class QueueFull(UserError):
-    """The waiting queue is at its bound; the request was not taken."""
+    """The waiting queue is at its bound; the request was not taken. `retry_after`: seconds until it may be, where that is known."""
+
+    def __init__(self, message: str, retry_after: float | None = None):
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 def check(ok: bool, message: str) -> None:
