@@ -19,9 +19,10 @@ The scheduler owns sequences and blocks: it gives `advance` the best (token, log
 children say: a child in its parent's slot goes on in the parent's sequence, one in another slot is a fork of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from pagedjax.errors import check
@@ -135,9 +136,16 @@ def advance(state: BeamState, candidates: Mapping[int, Candidates]) -> tuple[Bea
     the one that its beam names first."""
     rules, length = state.rules, state.length + 1
     last = length == rules.max_tokens
-    ranked = _ranked(state, candidates)
-    going = [c for c in ranked if not last and c.token not in rules.stop_ids][: rules.width]
-    ended = [c for c in ranked[: rules.width] if last or c.token in rules.stop_ids]
+    going: list[_Candidate] = []
+    ended: list[_Candidate] = []
+    for place, c in enumerate(_ranked(state, candidates)):
+        if last or c.token in rules.stop_ids:
+            if place < rules.width:
+                ended.append(c)
+        elif len(going) < rules.width:
+            going.append(c)
+        elif place >= rules.width:
+            break
     finished = list(state.finished)
     for c in ended:
         reason = "stop" if c.token in rules.stop_ids else "length"
@@ -164,17 +172,18 @@ def results(state: BeamState) -> list[Hypothesis]:
     return [_hypothesis(item) for item in found[: rules.n]]
 
 
-def _ranked(state: BeamState, candidates: Mapping[int, Candidates]) -> list[_Candidate]:
+def _ranked(state: BeamState, candidates: Mapping[int, Candidates]) -> Iterator[_Candidate]:
     """All that may follow, best first."""
     rules = state.rules
     may_stop = state.length >= rules.min_tokens
     found = [
-        _Candidate(beam.total + logprob, beam, token, rank)
+        (beam.total + logprob, beam, token, rank)
         for beam in state.live
         for rank, (token, logprob) in enumerate(islice(candidates[beam.slot], rules.num_candidates), 1)
         if logprob > -float("inf") and (may_stop or token not in rules.stop_ids)
     ]
-    return sorted(found, key=lambda candidate: -candidate.total)  # stable: of equal ones the first
+    found.sort(key=itemgetter(0), reverse=True)  # stable: of equal ones the first
+    return map(_Candidate._make, found)
 
 
 def _cannot_improve(state: BeamState) -> bool:
