@@ -5,12 +5,14 @@ Only whole blocks are shared. A block's key is a hash chained over the blocks be
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
+from pagedjax.errors import check
 from pagedjax.host.block_pool import BlockPool
 
 
@@ -37,6 +39,8 @@ class PrefixCache:
         self._blocks: dict[bytes, int] = {}
         self._contents: dict[int, tuple[bytes, Content]] = {}  # by block: its key and content
         self.on_forget: Callable[[int, bytes, Content], None] = lambda *_: None  # called before a named block is given out again
+        self._pins: Counter[bytes] = Counter()  # by key, of blocks that are there and of those that may come
+        self._prefixes: Counter[bytes] = Counter()  # pins by the key of their last block
         pool.on_reuse = self._forget
 
     def __len__(self) -> int:
@@ -65,6 +69,42 @@ class PrefixCache:
             self._blocks[key] = block
             self._contents[block] = key, content
             self._pool.keep(block)
+            if key in self._pins:
+                self._pool.pin(block)
+
+    def pin(self, salt: str, tokens: Sequence[int]) -> int:
+        """Holds on to the whole blocks of tokens, those that are cached and those that will be, until `unpin`; how many these are.
+
+        A pinned block is given out when sequences need it and nothing else is left, and is pinned again when it has been computed
+        again. Pins are counted. UserError where there is no whole block, or more than the pool may hold on to."""
+        keys = [key for key, _ in self.keys(salt, tokens)]
+        check(len(keys) > 0, f"a pinned prefix must fill a block of {self._size} tokens; got {len(tokens)}")
+        most, total = self._pool.retained_blocks, len(self._pins.keys() | set(keys))
+        check(total <= most, f"pinned prefixes may have {most} blocks together; got {total}, of which {len(self._pins)} are pinned")
+        self._prefixes[keys[-1]] += 1
+        for key in keys:
+            self._pins[key] += 1
+            if key in self._blocks:
+                self._pool.pin(self._blocks[key])
+        return len(keys)
+
+    def unpin(self, salt: str, tokens: Sequence[int]) -> int:
+        """Takes back one `pin` of the same tokens; how many blocks these are. UserError where there is none."""
+        keys = [key for key, _ in self.keys(salt, tokens)]
+        pinned = bool(keys) and self._prefixes[keys[-1]] > 0
+        check(pinned, f"unpin must name the tokens of a pin; got {len(tokens)} tokens that are not pinned")
+        self._prefixes -= Counter([keys[-1]])
+        for key in keys:
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+                if key in self._blocks:
+                    self._pool.unpin(self._blocks[key])
+        return len(keys)
+
+    def flush(self) -> int:
+        """Forgets all blocks without references; how many. Pins stay, and hold what is computed again."""
+        return self._pool.flush()
 
     def _forget(self, block: int) -> None:
         key, content = self._contents.pop(block)
@@ -72,7 +112,10 @@ class PrefixCache:
         self.on_forget(block, key, content)
 
     def check(self) -> None:
-        """Raises AssertionError where the two tables differ or a chain does not add up."""
+        """Raises AssertionError where the tables and the pool differ or a chain does not add up."""
         assert {key: block for block, (key, _) in self._contents.items()} == self._blocks, "the prefix cache's tables differ"
+        assert self._contents.keys() == self._pool.kept, "the pool keeps other blocks than those that have a name"
+        pinned = {block for block, (key, _) in self._contents.items() if key in self._pins}
+        assert pinned == self._pool.pinned and len(self._pins) <= self._pool.retained_blocks, "the pool's pins are not the cache's"
         for key, content in self._contents.values():
             assert key == key_of(content.parent, content.tokens), "a block's key is not that of its content"

@@ -12,6 +12,30 @@ from pagedjax.limits import NUM_BAD_STRINGS, NUM_BIASES, NUM_LOGPROBS, NUM_STOP_
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
+# Fields of SamplingParams.
+INTEGERS = ("n", "min_tokens", "top_k", "beam_width")
+INTEGERS_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
+NUMBERS = (
+    *("temperature", "top_p", "min_p", "typical_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty"),
+)
+# What changes the distribution, or ends a text, has no place in beam search; these values say that there is none.
+NOT_WITH_BEAMS = {
+    "top_k": 0,
+    "top_p": 1,
+    "min_p": 0,
+    "typical_p": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "seed": None,
+    "logit_bias": {},
+    "allowed_token_ids": None,
+    "bad_words": (),
+    "stop": (),
+}
+ONLY_WITH_BEAMS = {"length_penalty": 1, "early_stopping": False}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -42,6 +66,10 @@ class SamplingParams:
     logprobs: int | None = None  # best tokens to report at each position, beside the sampled one
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    best_of: int | None = None  # samples to draw, of which the n with the highest mean logprob are returned; None: n
+    beam_width: int = 0  # beam search with this many beams, on the model's own distribution; 0: sampling
+    length_penalty: float = 1.0  # a beam's score is the sum of its logprobs / (its tokens, the stop token too) ** this
+    early_stopping: bool | Literal["never"] = False  # of beam search, as in transformers (see host/beam.py)
 
     def __post_init__(self):
         self._check_types()
@@ -77,16 +105,55 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             check(value is None or 0 <= value <= NUM_LOGPROBS, f"{name} must be between 0 and {NUM_LOGPROBS}; got {value}")
+        self._check_best_of()
+        self._check_beams()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that may run at once for this request; n of them, or of their descendants, are returned."""
+        return self.beam_width or self.best_of or self.n
+
+    def _check_best_of(self) -> None:
+        best_of = self.best_of
+        if best_of is None:
+            return
+        check(not self.beam_width, f"best_of must not go with beam_width; got best_of={best_of} and beam_width={self.beam_width}")
+        check(self.n <= best_of <= 128, f"best_of must be between n, which is {self.n}, and 128; got {best_of}")
+        check(
+            best_of == self.n or self.temperature > 0,
+            f"best_of must be n at temperature 0, where all samples are the same; got best_of={best_of} and n={self.n}",
+        )
+
+    def _check_beams(self) -> None:
+        """Beam search ranks (token, logprob) pairs of the model's own distribution: what would change that cannot be honoured.
+        Temperature 1 is that distribution; it becomes 0, since nothing is drawn."""
+        width, most = self.beam_width, NUM_LOGPROBS // 2
+        check(0 <= width <= most, f"beam_width must be between 1 and {most}, or 0 for sampling; got {width}")
+        check(-10 <= self.length_penalty <= 10, f"length_penalty must be in [-10, 10]; got {self.length_penalty}")
+        if not width:
+            given = self._given(ONLY_WITH_BEAMS)
+            check(not given, f"length_penalty and early_stopping must go with a beam_width; got {given}")
+            return
+        check(self.n <= width, f"n must be at most beam_width {width}; got {self.n}")
+        given = self._given(NOT_WITH_BEAMS if self.temperature in (0, 1) else {"temperature": 1, **NOT_WITH_BEAMS})
+        check(not given, f"beam search goes by the model's own distribution, to a stop id or max_tokens; it cannot honour {given}")
+        object.__setattr__(self, "temperature", 0.0)
+
+    def _given(self, neutral: Mapping[str, Any]) -> str:
+        """Those of these fields that have another value, with it."""
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name, value in neutral.items() if getattr(self, name) != value)
 
     def _check_types(self) -> None:
         """Fields become plain integers, tuples of them, tuples of strings, and a dict; UserError for what is none."""
-        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+        for name in (*INTEGERS, *INTEGERS_OR_NONE):
             value = getattr(self, name)
-            if value is not None or name in ("n", "min_tokens", "top_k"):
+            if value is not None or name in INTEGERS:
                 object.__setattr__(self, name, integer(name, value))
-        for name in ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in NUMBERS:
             value = getattr(self, name)
             check(_is_number(value), f"{name} must be a number; got {value!r}")
+        early = self.early_stopping
+        check(isinstance(early, bool) or early == "never", f"early_stopping must be True, False or 'never'; got {early!r}")
         for name in ("allowed_token_ids", "stop_token_ids"):
             ids = () if getattr(self, name) is None and name == "stop_token_ids" else getattr(self, name)
             if ids is not None:

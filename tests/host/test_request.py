@@ -8,7 +8,7 @@ import pytest
 from pagedjax.errors import UserError
 from pagedjax.host.request import SamplingParams
 
-INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "best_of")
 
 
 @pytest.mark.parametrize("name", INTEGERS)
@@ -47,11 +47,59 @@ def test_any_kind_of_integer_will_do(name: str) -> None:
         ({"stop": ("",)}, "stop must not hold an empty string"),
         ({"bad_words": ("a", b"b")}, r"each of bad_words must be a string; got \[b'b'\]"),
         ({"bad_words": tuple("abcdefghijklmnopq")}, "bad_words may hold 16 words; got 17"),
+        ({"best_of": 2, "n": 3}, "best_of must be between n, which is 3, and 128; got 2"),
+        ({"best_of": 129}, "best_of must be between n, which is 1, and 128; got 129"),
+        ({"best_of": 2, "temperature": 0}, "best_of must be n at temperature 0, where all samples are the same; got best_of=2"),
+        ({"best_of": 4, "beam_width": 4}, "best_of must not go with beam_width; got best_of=4 and beam_width=4"),
+        ({"beam_width": None}, "beam_width must be an integer; got None"),
+        ({"beam_width": 2.0}, "beam_width must be an integer; got 2.0"),
+        ({"beam_width": 11}, "beam_width must be between 1 and 10, or 0 for sampling; got 11"),
+        ({"beam_width": -1}, "beam_width must be between 1 and 10, or 0 for sampling; got -1"),
+        ({"beam_width": 3, "n": 4}, "n must be at most beam_width 3; got 4"),
+        ({"beam_width": 3, "length_penalty": "1"}, "length_penalty must be a number; got '1'"),
+        ({"beam_width": 3, "length_penalty": 10.5}, r"length_penalty must be in \[-10, 10\]; got 10.5"),
+        ({"beam_width": 3, "length_penalty": float("nan")}, r"length_penalty must be in \[-10, 10\]; got nan"),
+        ({"beam_width": 3, "early_stopping": "always"}, "early_stopping must be True, False or 'never'; got 'always'"),
+        ({"beam_width": 3, "early_stopping": 1}, "early_stopping must be True, False or 'never'; got 1"),
+        ({"length_penalty": 0.5}, "length_penalty and early_stopping must go with a beam_width; got length_penalty=0.5"),
+        ({"early_stopping": True}, "length_penalty and early_stopping must go with a beam_width; got early_stopping=True"),
+        (
+            {"beam_width": 3, "temperature": 0.5, "seed": 0, "top_p": 0.9},
+            "to a stop id or max_tokens; it cannot honour temperature=0.5, top_p=0.9, seed=0$",
+        ),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"typical_p": 0.9},
+        {"presence_penalty": 1},
+        {"frequency_penalty": -1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {1: 2.0}},
+        {"allowed_token_ids": (1,)},
+        {"bad_words": ("a",)},
+        {"stop": ("a",)},
+    ],
+)
+def test_what_beam_search_cannot_honour(options: dict[str, Any]) -> None:
+    SamplingParams(**options)
+    with pytest.raises(UserError, match=f"it cannot honour {next(iter(options))}="):
+        SamplingParams(beam_width=2, **options)
+
+
+def test_what_goes_with_beams_and_best_of() -> None:
+    beams = SamplingParams(beam_width=10, n=10, min_tokens=2, stop_token_ids=(3,), logprobs=2, early_stopping="never", top_k=-1)
+    assert beams.temperature == 0 and beams.num_sequences == 10
+    assert SamplingParams(n=2, best_of=5).num_sequences == 5 and SamplingParams(n=2).num_sequences == 2
+    assert SamplingParams(n=2, best_of=2, temperature=0).num_sequences == 2
 
 
 def test_what_is_turned_into_plain_values() -> None:
