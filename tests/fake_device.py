@@ -4,18 +4,28 @@
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.plan import Plan, RowResult
-from pagedjax.host.request import Request, SamplingParams, TokenEvent
+from pagedjax.host.request import Logprobs, Request, SamplingParams, TokenEvent
 from pagedjax.host.reserve import BuddyPool
 from pagedjax.host.scheduler import Scheduler
+from pagedjax.limits import NUM_LOGPROBS
 
 
 def next_token(tokens: list[int]) -> int:
     return (31 * len(tokens) + sum(tokens)) % 97
+
+
+def candidates(tokens: Sequence[int]) -> list[tuple[int, float]]:
+    """The best tokens after these and their logprobs, of a distribution that is random in all of them."""
+    logits = 2 * np.random.default_rng([*tokens]).normal(size=97)
+    logprobs = logits - np.log(np.exp(logits).sum())
+    return [(int(t), float(logprobs[t])) for t in np.argsort(-logprobs)[:NUM_LOGPROBS]]
 
 
 def make_scheduler(num_blocks: int = 64, **options: Any) -> Scheduler:
@@ -83,6 +93,9 @@ class Device:
                 self.write(table, length, lane["tokens"][length])
                 length += 1
             context = self.read(table, length)
+            if lane["request"].params.beam_width:  # lanes do not follow the forks
+                assert len(context) == length, "beams need a group without a window here"
+                return RowResult((0,), (Logprobs(0, 0.0, 1, tuple(candidates(context))),))
             assert context == lane["tokens"][:length][-len(context) :], f"{row.request_id} reads what it did not write"
             token = next_token(lane["tokens"][:length])
             lane["tokens"][length:] = [token]
@@ -91,12 +104,12 @@ class Device:
             lane["stopped"] = stops or length + 1 >= lane["max_len"]
         return RowResult(tuple(out))
 
-    def read(self, table, length: int) -> list[int | None]:
+    def read(self, table, length: int) -> list[int]:
         """All that the newest token sees, in the group that sees the most; each group must see the same as far as it does."""
-        seen = []
+        seen: list[list[int]] = []
         for window, blocks in zip(self.windows, table, strict=True):
             places = range(0 if window is None else max(0, length - window), length)
-            seen.append([self.cache.get(blocks[p // self.size] * self.size + p % self.size) for p in places])
+            seen.append([self.cache[blocks[p // self.size] * self.size + p % self.size] for p in places])
         longest = max(seen, key=len)
         assert all(part == longest[len(longest) - len(part) :] for part in seen), "layer groups read different tokens"
         return longest
@@ -138,6 +151,8 @@ def drive(
         while flight and len(flight) > (delay if plan is not None else 0):
             for event in scheduler.commit(*flight.popleft()):
                 events.setdefault((event.request_id, event.index), []).append(event)
+        for event in scheduler.take_ended():
+            events.setdefault((event.request_id, event.index), []).append(event)
         scheduler.check()
         step += 1
         assert step < 5000, "no progress"

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from pagedjax.errors import UserError, check
 from pagedjax.limits import NUM_BAD_STRINGS, NUM_BIASES, NUM_LOGPROBS, NUM_STOP_IDS
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 
 # Fields of SamplingParams.
 INTEGERS = ("n", "min_tokens", "top_k", "beam_width")

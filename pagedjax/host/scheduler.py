@@ -7,27 +7,20 @@ life of a preempted sequence, or to a request that ended before its id was used 
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
 
-from pagedjax.errors import QueueFull, check
+from pagedjax.errors import check
+from pagedjax.host.beams import BeamSearch, begin
 from pagedjax.host.block_pool import BlockPool
-from pagedjax.host.plan import Entry, Plan, Row, RowResult
+from pagedjax.host.entrance import Entrance, ServiceRules, holdings
+from pagedjax.host.plan import Plan, Row, RowResult
+from pagedjax.host.pools import POOLS, tokens_for
 from pagedjax.host.request import FinishReason, Request, TokenEvent, Usage
 from pagedjax.host.reserve import BuddyPool, Reserve
-from pagedjax.host.sequence import Key, Sequence, Stats
-from pagedjax.host.tables import BlockTables, Found
-from pagedjax.host.trace import Trace
-
-Preemption = Literal["auto", "recompute", "swap"]
-
-
-class Wait(NamedTuple):
-    """Why a sequence does not start yet, and whether others may start before it: it waits for a step, not for room."""
-
-    reason: str
-    for_step: bool
+from pagedjax.host.running import Preemption, Running, Step, Wait
+from pagedjax.host.sequence import Key, Sequence
+from pagedjax.host.tables import BlockTables
 
 
 class Scheduler:
@@ -48,6 +41,7 @@ class Scheduler:
         reserve: Reserve = "paged",
         host_blocks: int = 0,
         preemption: Preemption = "auto",
+        service: ServiceRules | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """token_budget is above num_lanes (ScheduleConfig checks it). max_queued counts sequences: n for a request. windows: of
@@ -62,47 +56,66 @@ class Scheduler:
             places=host_blocks,
         )
         self.pool, self.block_size, self.max_model_len = pool, block_size, max_model_len
-        self.token_budget, self.max_queued, self.decode_steps = token_budget, max_queued, decode_steps
-        self.preemption, self.clock = preemption, clock
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission: one that was preempted comes back at the end
-        self.stats, self.trace = Stats(), Trace()
+        self.token_budget, self.max_queued = token_budget, max_queued
+        self.clock = clock
+        self.entrance = Entrance(service or ServiceRules(), self.tables, num_lanes=num_lanes, token_budget=token_budget)
         self._live: dict[Key, Sequence] = {}
         self._ids: Counter[str] = Counter()  # live sequences of each request that has any
-        self._epochs, self._orders = itertools.count(), itertools.count()
-        self._lanes = list(range(num_lanes - 1, -1, -1))
+        self._followers: dict[str, list[Sequence]] = {}  # samples that wait for the first one to compute the prompt
+        self._beams: dict[str, BeamSearch] = {}
+        self._timed: dict[Key, Sequence] = {}  # those with a deadline
+        self._ended: list[TokenEvent] = []
+        self._orders = itertools.count()
+        self._runs = Running(
+            self._live, self._beams, self.tables, self.entrance, decode_steps=decode_steps, preemption=preemption, clock=clock
+        )
+        self.running, self.stats, self.trace = self._runs.sequences, self._runs.stats, self._runs.trace
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queues the request, or refuses it: QueueFull at the bound, UserError for what can never fit."""
-        n, prompt = request.params.n, len(request.prompt)
-        check(prompt > 0, f"request {request.id}: the prompt must hold at least one token; got 0")
+        """Queues the request, or refuses it: QueueFull at a bound, UserError for what can never fit."""
+        params, prompt, name = request.params, len(request.prompt), f"request {request.id}"
+        check(prompt > 0, f"{name}: the prompt must hold at least one token; got 0")
         check(
             prompt < self.max_model_len,
-            f"request {request.id}: the prompt must be shorter than max_model_len {self.max_model_len}; got {prompt} tokens",
+            f"{name}: the prompt must be shorter than max_model_len {self.max_model_len}; got {prompt} tokens",
         )
-        max_len = self.max_len(request)
-        need = self.tables.most(max_len - 1, self.token_budget)  # the last token is never written
-        size, capacity = self.block_size, self.pool.capacity
+        max_len, beams = self.max_len(request), params.beam_width
+        need = self.tables.most(max_len - 1, self.token_budget) * (beams or 1)  # the last token is never written
+        what = f"prompt and output of {beams} beams" if beams else "prompt and output"
         check(
-            need <= capacity,
-            f"request {request.id}: prompt and output need {need} blocks of {size} tokens; the pool has {capacity}",
+            need <= self.pool.capacity,
+            f"{name}: {what} need {need} blocks of {self.block_size} tokens; the pool has {self.pool.capacity}",
         )
+        check(beams <= self.entrance.num_lanes, f"{name}: {beams} beams need as many lanes; there are {self.entrance.num_lanes}")
         check(request.id not in self._ids, f"request id {request.id} is already in use")
-        if len(self.waiting) + n > self.max_queued:
-            raise QueueFull(
-                f"request {request.id}: the queue may hold {self.max_queued} sequences; {len(self.waiting)} wait, {n} more came"
-            )
         now = self.clock()
+        sequences = [
+            self.tables.sequence(request, i, max_len, epoch=next(self._runs.epochs), arrival=now, order=next(self._orders))
+            for i in range(params.num_sequences)
+        ]
+        search = begin(request, sequences, max_len - prompt) if beams else None
+        followers = sum(map(len, self._followers.values()))
+        self.entrance.admit(request, sequences[0], len(sequences), followers, self.running, self.max_queued)
         self.trace.begin(request.id)
-        for index in range(n):
-            sequence = self.tables.sequence(request, index, max_len, epoch=next(self._epochs))
-            sequence.arrival, sequence.order = now, next(self._orders)
+        self.trace.note(request.id, 0, now, "queued", ahead=self.num_waiting, prompt=prompt)
+        if search is not None:
+            self._beams[request.id] = search
+            sequences = sequences[:1]  # the other slots have no beam yet
+        elif len(sequences) > 1:
+            self._followers[request.id] = sequences[1:]
+        for sequence in sequences:
             self._live[sequence.key] = sequence
             self._ids[request.id] += 1
-            self.waiting.append(sequence)
-            self.trace.note(request.id, index, now, "queued", ahead=len(self.waiting) - 1, prompt=prompt)
+            if request.service.deadline is not None:
+                self._timed[sequence.key] = sequence
+        self.entrance.queue.push(sequences[0], now)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not run."""
+        return len(self.entrance.queue) + sum(map(len, self._followers.values()))
 
     def max_len(self, request: Request) -> int:
         """Longest prompt and output of a request; without max_tokens as long as the pool allows (its last token is never
@@ -115,8 +128,15 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> list[TokenEvent]:
         """Ends all sequences of a request; their blocks are free at once. Unknown ids are ignored."""
-        sequences = [s for key, s in self._live.items() if key[0] == request_id]
-        return [self._finish(s, "cancelled") for s in sequences]
+        return self._end(request_id, "cancelled")
+
+    def _end(self, request_id: str, reason: FinishReason) -> list[TokenEvent]:
+        search = self._beams.get(request_id)
+        ended = [self._finish(s, reason) for s in [s for key, s in self._live.items() if key[0] == request_id]]
+        if search is None:
+            return ended
+        usage = search.sequences[0].usage()
+        return [TokenEvent(request_id, i, (), finish=reason, usage=usage) for i in range(search.request.params.n)]
 
     def finish(self, request_id: str, index: int, num_tokens: int) -> Usage | None:
         """Ends one sequence after its first num_tokens output tokens (a stop string was found in the text)."""
@@ -144,46 +164,39 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when every live sequence waits for a step in flight (or there is none)."""
-        rows: list[Row] = []
-        entries: list[Entry] = []
-        planned: dict[Key, int] = {}
-        before, now = self.stats.preemptions, self.clock()
-        steps = self._decode_steps()
-        budget = self.token_budget
-        for sequence in list(self.running):
-            if sequence.lane >= 0 and sequence.length - sequence.num_scheduled == 1 and self._wants_more(sequence):
-                count = min(steps, sequence.max_len - sequence.length)
-                if self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=True):
-                    rows.append(self._row(sequence, 1, count, planned))
-                    budget -= 1
-        for sequence in list(self.running):
-            if sequence.lane >= 0 and sequence.length - sequence.num_scheduled > 1 and budget > 0:
-                budget -= self._prefill(sequence, budget, rows, planned)
-        aside = []
-        while self.waiting and budget > 0 and self.stats.preemptions == before:
-            # A prefix that is still being prefilled takes the whole budget: who shares it comes after its last chunk.
-            sequence = self.waiting.popleft()
-            start = self._start(sequence, planned)
-            if isinstance(start, Wait):
-                self.trace.waits(*sequence.key, now, start.reason)
-                aside.append(sequence)
-                if start.for_step:
-                    continue
-                break  # first come, first served: nobody passes the head
-            entries.append(self._enter(sequence, start, now))
-            budget -= self._prefill(sequence, budget, rows, planned)
-        self.waiting.extendleft(reversed(aside))
-        if not rows:
+        now = self.clock()
+        self.tables.advance(now)
+        self._end_late(now)
+        self._release_followers(now)
+        if self.entrance.queue:
+            self._runs.displace(now)
+        step = Step(now, self.entrance.budget(len(self.running), self.token_budget))
+        self._runs.decode(step, alone=not self.num_waiting)
+        preemptions = self.stats.preemptions
+        for pool, tokens in self._shares(step):
+            step.budget += tokens
+            for sequence in list(self.running):
+                left = sequence.length - sequence.num_scheduled
+                if left > 1 and step.budget > 0 and sequence.lane >= 0 and sequence.request.service.pool == pool:
+                    self._runs.prefill(sequence, step)
+            if self.stats.preemptions == preemptions:
+                self._let_in(pool, step)
+        if not step.rows:
             return None  # what was to be copied or swapped goes with the next plan
-        rows.sort(key=lambda row: row.count > 1)  # stable: rows with one token first
+        step.rows.sort(key=lambda row: row.count > 1)  # stable: rows with one token first
         copies, swap_out, swap_in = self.tables.take_moves()
-        plan = Plan(tuple(rows), tuple(entries), max([row.steps for row in rows] + [1]), copies, swap_out, swap_in)
+        steps = max([row.steps for row in step.rows] + [1])
+        plan = Plan(tuple(step.rows), tuple(step.entries), steps, copies, swap_out, swap_in)
         self._count(plan)
         return plan
 
-    def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[TokenEvent]:
-        """Takes the results of a step's rows, in the plan's order; frees what finished. Plans are committed in order."""
-        events = []
+    def commit(self, plan: Plan, results: Iterable[RowResult], seconds: float | None = None) -> list[TokenEvent]:
+        """Takes the results of a step's rows, in the plan's order; frees what finished. Plans are committed in order. seconds: that
+        the step took, if it was measured."""
+        now, events = self.clock(), self.take_ended()
+        if seconds is not None:
+            decode = sum(row.count == 1 for row in plan.rows) * plan.steps
+            self.entrance.rates.observe(sum(row.count for row in plan.rows if row.count > 1), decode, seconds, plan.steps)
         for row, result in zip(plan.rows, results, strict=True):
             sequence = self._live.get((row.request_id, row.index))
             if sequence is None or sequence.epoch != row.epoch:
@@ -191,15 +204,42 @@ class Scheduler:
             sequence.num_committed = row.start + max(row.count, row.steps)
             known = row.start - len(sequence.scored)  # results of a recomputed position are not taken twice
             sequence.scored.extend(result.scored[-known:] if known < 0 else result.scored)
-            if row.steps:
-                sequence.num_pending -= row.steps
-                event = self._take(sequence, row, result)
-                if event.finish is None and sequence.lane >= 0:
-                    self.tables.publish(sequence, sequence.num_committed)
-                events.append(event)
+            if not row.steps:
+                continue
+            sequence.num_pending -= row.steps
+            if row.request_id in self._beams:
+                self.stats.generated_tokens += 1
+                if self._beams[row.request_id].take(sequence, result):
+                    events += self._advance(self._beams[row.request_id])
+                continue
+            event = self._take(sequence, row, result, now)
+            if event.finish is None and sequence.lane >= 0:
+                self.tables.publish(sequence, sequence.num_committed)
+            events.append(event)
         return events
 
-    def _take(self, sequence: Sequence, row: Row, result: RowResult) -> TokenEvent:
+    def take_ended(self) -> list[TokenEvent]:
+        """Of sequences that ended by their deadlines since the last time it was asked."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _advance(self, search: BeamSearch) -> list[TokenEvent]:
+        def enter(fork: Sequence) -> None:
+            fork.lane = search.lanes[fork.index]
+            self.running.append(fork)
+            self._live[fork.key] = fork
+            self._ids[search.request.id] += 1
+
+        def leave(beam: Sequence) -> None:
+            self._runs.vacate(beam)
+            self._forget(beam)
+
+        done = search.advance(self.tables, enter, leave)
+        for beam in search.live if not done else ():
+            self.tables.publish(beam, beam.num_committed)
+        return search.events() if done else []
+
+    def _take(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> TokenEvent:
         first = len(sequence.tokens) == sequence.prompt_len
         finish, stop_id, taken = None, None, 0
         for token in result.tokens:
@@ -218,6 +258,7 @@ class Scheduler:
             f"{sequence.key}: the device stopped after {taken} of {row.steps} tokens, the host did not"
         )
         self.stats.generated_tokens += taken
+        self.entrance.generated(sequence, taken, now)
         usage = self._finish(sequence, finish).usage if finish else None
         return TokenEvent(
             request_id=sequence.request.id,
@@ -232,169 +273,96 @@ class Scheduler:
 
     # --- parts of schedule ------------------------------------------------------------------------------------------
 
-    def _wants_more(self, sequence: Sequence) -> bool:
-        return sequence.length < sequence.max_len
+    def _end_late(self, now: float) -> None:
+        """Ends what has passed its deadline, or cannot meet it any more and has not started."""
+        for sequence in list(self._timed.values()):
+            late = sequence.arrival + (sequence.request.service.deadline or 0.0) <= now
+            if late and sequence.key in self._live:
+                self.trace.note(*sequence.key, now, "dropped", because="its deadline has passed")
+                self._ended += self._end(sequence.request.id, "deadline")
 
-    def _decode_steps(self) -> int:
-        """Decode steps of this dispatch: one while anything waits, prefills or lacks blocks."""
-        if self.decode_steps == 1 or self.waiting:
-            return 1
-        if any(s.length - s.num_scheduled > 1 for s in self.running):
-            return 1
-        ready = [s for s in self.running if s.length - s.num_scheduled == 1 and self._wants_more(s)]
-        longest = max((s.max_len - s.length for s in ready), default=1)
-        steps = min(self.decode_steps, longest)
-        need = sum(self.tables.missing(s, min(s.num_scheduled + steps, s.max_len - 1)) for s in ready)
-        return steps if need <= self.pool.num_free else 1
+    def _release_followers(self, now: float) -> None:
+        """Samples join the queue once the first one has computed the prompt for them, or has ended or been preempted."""
+        for request_id, sequences in list(self._followers.items()):
+            first = self._live.get((request_id, 0))
+            if first is None or first.highest and (first.lane < 0 or first.num_scheduled >= first.prompt_len):
+                del self._followers[request_id]
+                for sequence in sequences:
+                    self.entrance.queue.push(sequence, now)
 
-    def _row(self, sequence: Sequence, count: int, steps: int, planned: dict[Key, int]) -> Row:
-        start = sequence.num_scheduled
-        planned[sequence.key] = start
-        on_device = start >= len(sequence.tokens)
-        tokens = None if on_device else tuple(sequence.tokens[start : start + count])
-        targets = None
-        if sequence.request.params.prompt_logprobs is not None and start + 1 < sequence.prompt_len:
-            targets = sequence.request.prompt[start + 1 : start + count + 1]
-        sequence.num_scheduled += max(count, steps)
-        sequence.num_pending += steps
-        again = min(sequence.highest, sequence.num_scheduled) - start
-        if again > 0:
-            sequence.recomputed += again
-            self.stats.recomputed_tokens += again
-        sequence.highest = max(sequence.highest, sequence.num_scheduled)
-        return Row(
-            sequence.request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets
-        )
+    def _shares(self, step: Step) -> Iterator[tuple[str, int]]:
+        """(pool, tokens) of what is left of the step's budget, in the order in which the pools may use it; what one leaves, the
+        next one has, too."""
+        queue, budget = self.entrance.queue, step.budget
+        wants = {
+            pool: queue.tokens(pool)
+            + sum(s.length - s.num_scheduled for s in self.running if s.request.service.pool == pool and s.key not in step.starts)
+            for pool in POOLS
+        }
+        if not wants["batch"]:
+            yield "interactive", 0
+            return
+        first, _ = tokens_for(budget, wants["interactive"], wants["batch"], self.entrance.rules.shares)
+        step.budget = 0
+        yield "interactive", first
+        yield "batch", budget - first
+        yield "interactive", 0
 
-    def _prefill(self, sequence: Sequence, budget: int, rows: list[Row], planned: dict[Key, int]) -> int:
-        """Schedules a chunk of the sequence's known tokens; its length."""
-        left = len(sequence.tokens) - sequence.num_scheduled
-        count = min(left, budget)
-        if not self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=False):
-            room = self.tables.room(sequence)
-            if room <= 0:
-                return 0
-            count = min(count, room)
-            self._grow(sequence, sequence.num_scheduled + count, planned, may_yield=False)
-        self.trace.note(*sequence.key, self.clock(), "chunk", start=sequence.num_scheduled, tokens=count)
-        rows.append(self._row(sequence, count, 1 if count == left else 0, planned))
-        self.tables.publish(sequence, sequence.num_scheduled)
-        return count
+    def _let_in(self, pool: str, step: Step) -> None:
+        """Waiting sequences enter, as the pool's queue has them, while there are tokens, lanes and blocks."""
+        queue, held = self.entrance.queue, None
+        while queue.count(pool) and step.budget > 0:
+            held = held or holdings(self.running)
+            # A prefix that is still being prefilled takes the whole budget: who shares it comes after its last chunk.
+            sequence = queue.head(pool, step.now, held.tenants)
+            for other, reason in queue.passed_over(pool):
+                self.trace.waits(*other.key, step.now, reason)
+            if sequence is None:
+                return
+            late = self.entrance.late(sequence, step.now)
+            if late is not None:
+                self.trace.note(*sequence.key, step.now, "dropped", because=late)
+                self._ended += self._end(sequence.request.id, "deadline")
+                continue
+            start = self._runs.start_of(sequence, held)
+            if isinstance(start, Wait):
+                self.trace.waits(*sequence.key, step.now, start.reason)
+                return  # nobody passes the head
+            queue.remove(sequence)
+            self._runs.enter(sequence, start, step)
+            self._runs.prefill(sequence, step)
+            held = None
 
-    def _grow(self, sequence: Sequence, num_tokens: int, planned: dict[Key, int], *, may_yield: bool) -> bool:
-        """Gives the sequence blocks for its first num_tokens positions, preempting the newest sequence (never one of this plan,
-        never an older one) while there are too few; where may_yield the sequence itself may be the one that goes."""
-        self.tables.trim(sequence)
-        while self.tables.missing(sequence, num_tokens) > self.pool.num_free:
-            at = self.running.index(sequence)
-            victim = next((s for s in reversed(self.running[at + 1 :]) if s.key not in planned), sequence if may_yield else None)
-            if victim is None:
-                return False
-            self._preempt(victim, sequence)
-            if victim is sequence:
-                return False
-        self.tables.grow(sequence, num_tokens)
-        return True
-
-    def _start(self, sequence: Sequence, planned: dict[Key, int]) -> Found | Sequence | Wait:
-        """What the waiting sequence can start from: blocks of the cache, a sample of the same request to be forked, or why it
-        has to wait."""
-        if not self._lanes:
-            return Wait("all lanes are taken", False)
-        if sequence.num_pending:
-            return Wait("its last step is in flight", True)
-        first, prompt = self._live.get((sequence.request.id, 0)), sequence.prompt_len
-        if first is not None and first is not sequence and first.lane >= 0 and not sequence.highest and not first.reserved:
-            if min(first.num_scheduled, planned.get(first.key, prompt)) < prompt:
-                return Wait("the prompt is being computed for the first sample", True)
-            if self._shares(sequence) and self.tables.can_fork(first, prompt - 1):
-                need = len(self.tables.windows)  # for its own last token
-                return first if self._fits(need) else self._lacks(need)
-        # The last token is computed in any case, for its logits, and all are where the logprobs of the prompt are wanted.
-        known = sequence.behind * self.block_size if sequence.places else len(sequence.tokens) - 1
-        found = self.tables.find(sequence, known if self._shares(sequence) else 0)
-        need = self.tables.to_start(sequence, found, len(sequence.tokens))
-        return found if self._fits(need) else self._lacks(need)
-
-    def _lacks(self, need: int) -> Wait:
-        return Wait(f"{need} blocks are needed beside what others will take; {self.pool.num_free} are free", False)
-
-    def _shares(self, sequence: Sequence) -> bool:
-        return sequence.request.params.prompt_logprobs is None
-
-    def _fits(self, need: int) -> bool:
-        """Hysteresis: a sequence enters when its tokens fit beside what the running ones still have to prefill, with one block
-        of each group left for each of those that will grow beyond it, so that it is not preempted again at once."""
-        owed = 0
-        for s in self.running:
-            known = self.tables.missing(s, s.length)
-            owed += known + self.tables.grows(s, s.length)
-        return self.pool.fits(need) and need + owed <= self.pool.num_free
-
-    def _enter(self, sequence: Sequence, start: Found | Sequence, now: float) -> Entry:
-        sequence.lane = self._lanes.pop()
-        self.running.append(sequence)
-        if isinstance(start, Sequence):
-            known = sequence.prompt_len - 1
-            self.tables.fork(start, sequence, known)
-        else:
-            known = start.num_tokens
-            self.tables.start(sequence, start)
-        if sequence.places and known == sequence.behind * self.block_size:
-            self.tables.swap_in(sequence)
-        else:
-            self.tables.drop_places(sequence)
-            sequence.num_scheduled = sequence.num_committed = known
-            self.stats.cached_tokens += known
-        what = "resumed" if sequence.highest else "admitted"
-        if sequence.highest == 0:
-            sequence.cached = known
-        sequence.highest = max(sequence.highest, sequence.num_scheduled)
-        held = len(sequence.held)
-        self.trace.note(*sequence.key, now, what, lane=sequence.lane, cached=sequence.num_scheduled, blocks=held)
-        return Entry(sequence.lane, sequence.request, sequence.index, tuple(sequence.tokens), sequence.max_len)
-
-    def _preempt(self, sequence: Sequence, by: Sequence) -> None:
-        """The sequence gives back all it holds and waits at the head of the queue: to be computed again, or with what nothing
-        else keeps in host memory."""
-        swaps = self._swaps(sequence)
-        self.trace.note(*sequence.key, self.clock(), "preempted", by=by.request.id, how="swap" if swaps else "recompute")
-        if swaps:
-            self.tables.swap_out(sequence)
-            self.stats.swaps += 1
-        else:
-            sequence.epoch = next(self._epochs)
-            sequence.num_scheduled = sequence.num_committed = sequence.num_pending = 0
-        self._vacate(sequence)
-        self.waiting.appendleft(sequence)
-        self.stats.preemptions += 1
-
-    def _swaps(self, sequence: Sequence) -> bool:
-        room = self.tables.unnamed(sequence) <= self.tables.places.num_free and self.tables.places.capacity > 0
-        return room and self.preemption != "recompute"
-
-    def _vacate(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self.tables.release(sequence)
-        self._lanes.append(sequence.lane)
-        sequence.lane = -1
+    # --- who enters, and who leaves ---------------------------------------------------------------------------------
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> TokenEvent:
+        followers = self._followers.get(sequence.request.id, [])
         if sequence.lane >= 0:
-            self._vacate(sequence)
+            self._runs.vacate(sequence)
+        elif sequence in followers:
+            followers.remove(sequence)
         else:
             self.tables.drop_places(sequence)
-            self.waiting.remove(sequence)
+            self.entrance.queue.remove(sequence)
+        usage = sequence.usage()
+        now = self.clock()
+        self.trace.note(*sequence.key, now, "finished", reason=reason, generated=usage.generated)
+        self.entrance.left(sequence, now)
+        self._forget(sequence)
+        return TokenEvent(sequence.request.id, sequence.index, (), finish=reason, usage=usage)
+
+    def _forget(self, sequence: Sequence) -> None:
         request_id = sequence.request.id
         del self._live[sequence.key]
-        usage = sequence.usage()
+        self._timed.pop(sequence.key, None)
         self.stats.slot_steps.ended(sequence)
-        self.trace.note(*sequence.key, self.clock(), "finished", reason=reason, generated=usage.generated)
         self._ids[request_id] -= 1
         if not self._ids[request_id]:
             del self._ids[request_id]
+            self._followers.pop(request_id, None)
+            search = self._beams.pop(request_id, None)
+            self._runs.lanes += search.lanes if search else []
             self.trace.end(request_id)
-        return TokenEvent(request_id, sequence.index, (), finish=reason, usage=usage)
 
     def _count(self, plan: Plan) -> None:
         stats, size = self.stats, self.block_size
@@ -414,4 +382,4 @@ class Scheduler:
         assert stats.worst_waste < size, f"a sequence holds {stats.worst_waste} slots more than its tokens; blocks have {size}"
         stats.lookahead = sum(s.num_scheduled - s.num_committed for s in self.running)
         stats.peak_blocks = max(stats.peak_blocks, self.pool.capacity - self.pool.num_free)
-        stats.running, stats.waiting = len(self.running), len(self.waiting)
+        stats.running, stats.waiting = len(self.running), self.num_waiting

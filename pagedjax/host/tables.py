@@ -66,7 +66,7 @@ class BlockTables:
     def empty(self) -> np.ndarray:
         return np.zeros((len(self.windows), self.width), np.int32)
 
-    def sequence(self, request: Request, index: int, max_len: int, epoch: int) -> Sequence:
+    def sequence(self, request: Request, index: int, max_len: int, epoch: int, arrival: float = 0.0, order: int = 0) -> Sequence:
         """A new one, which holds nothing."""
         groups = range(len(self.windows))
         return Sequence(
@@ -78,7 +78,15 @@ class BlockTables:
             blocks=[[] for _ in groups],
             hashes=[[] for _ in groups],
             epoch=epoch,
+            arrival=arrival,
+            order=order,
         )
+
+    def advance(self, now: float) -> None:
+        """Sets the clock by which retention fades."""
+        if isinstance(self.pool, BlockPool):
+            self.pool.advance(now)
+            self.places.advance(now)
 
     # --- growing ----------------------------------------------------------------------------------------------------
 

@@ -167,6 +167,18 @@ class WaitingQueue[S: QueuedSequence]:
             left = dict(flows) if left is flows else left
             del left[tenant]
 
+    def peek(self, pool: str) -> S | None:
+        """Who would be next but for ceilings and caps."""
+        flows = self._flows[pool]
+        if not flows:
+            return None
+        return flows[min(flows, key=lambda t: (self.tenants.counter(pool, t), flows[t].head().rank))].head().sequence
+
+    def passed_over(self, pool: str) -> Iterator[tuple[S, str]]:
+        """The first sequence of each tenant that the last head() passed over, and why."""
+        flows = self._flows[pool]
+        return ((flows[t].head().sequence, reason) for t, reason in self.held_back[pool].items() if t in flows)
+
     def seconds_idle(self, now: float) -> float | None:
         """Until a tenant that waits may start as to its tokens per minute: how long an engine with nothing to run may sleep; None
         if nothing waits."""

@@ -75,7 +75,7 @@ def test_another_salt_and_prompt_logprobs_share_nothing() -> None:
     for other in (salted, made[1]):
         scheduler = make_scheduler()
         scheduler.add(made[0])
-        while scheduler.waiting:
+        while scheduler.num_waiting:
             scheduler.schedule()
         scheduler.add(other)
         plan = scheduler.schedule()

@@ -277,14 +277,14 @@ def test_pins_cannot_wedge_the_pool() -> None:
 
 def test_a_request_takes_pinned_blocks_when_it_needs_them() -> None:
     scheduler = make_scheduler(9)
-    cache = scheduler.prefix_cache
+    cache = scheduler.tables.cache
     assert cache is not None
     first, long = make_request("first", [*range(17)], 2), make_request("long", [*range(50, 78)], 4)
-    assert cache.pin("", first.prompt) == 4
+    assert cache.pin("0:", first.prompt) == 4
     events = drive(scheduler, {0: [first]}, 1)
-    assert len(cache.find("", first.prompt)) == 4
+    assert len(cache.find("0:", first.prompt)) == 4
     events |= drive(scheduler, {0: [long]}, 1)  # needs all 8 blocks
-    assert cache.find("", first.prompt) == []
+    assert cache.find("0:", first.prompt) == []
     assert all(tokens_of(events[r.id, 0]) == expected(r, 64) for r in (first, long))
     drive(scheduler, {0: [make_request("again", [*range(17)], 2)]}, 1)
     assert len(scheduler.pool.pinned) == 4

@@ -1,0 +1,289 @@
+"""The sequences that run: the lanes and blocks they take, the rows they get, and who has to leave for whom."""
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pagedjax.host.beams import BeamSearch
+from pagedjax.host.entrance import Entrance, Holdings, holdings
+from pagedjax.host.plan import Entry, Row
+from pagedjax.host.pools import POOLS
+from pagedjax.host.sequence import Key, Sequence, Stats
+from pagedjax.host.tables import BlockTables, Found
+from pagedjax.host.trace import Trace
+
+Preemption = Literal["auto", "recompute", "swap"]
+
+
+class Wait(NamedTuple):
+    """Why a sequence does not start yet, and how many blocks it would need."""
+
+    reason: str
+    need: int = 0
+
+
+@dataclass
+class Step:
+    """A plan in the making."""
+
+    now: float
+    budget: int  # tokens that are left
+    rows: list[Row] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    starts: dict[Key, int] = field(default_factory=dict)  # of the sequences that have a row
+    orders: set[int] = field(default_factory=set)  # of those, and of the other beams of their requests: they cannot be preempted
+
+
+class Running:
+    """In order of admission; one that was preempted comes back at the end."""
+
+    def __init__(
+        self,
+        live: dict[Key, Sequence],
+        beams: dict[str, BeamSearch],
+        tables: BlockTables,
+        entrance: Entrance,
+        *,
+        decode_steps: int,
+        preemption: Preemption,
+        clock: Callable[[], float],
+    ):
+        """live, beams: of the scheduler, which keeps them."""
+        self._live, self._beams, self.tables, self.entrance = live, beams, tables, entrance
+        self.decode_steps, self.preemption, self.clock = decode_steps, preemption, clock
+        self.sequences: list[Sequence] = []
+        self.stats, self.trace = Stats(), Trace()
+        self.epochs = itertools.count()
+        self.swap_seconds: float | None = None  # of one block, one way, as measured; None: not measured
+        self.lanes = list(range(entrance.num_lanes - 1, -1, -1))  # that are free
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def decode(self, step: Step, *, alone: bool) -> None:
+        """One row for each sequence that has its prompt in the cache: decodes never wait for tokens of the budget.
+        alone: nothing waits to enter, so that a dispatch may have several steps."""
+        steps = self._decode_steps() if alone else 1
+        for sequence in list(self.sequences):
+            if sequence.lane < 0 or sequence.length - sequence.num_scheduled != 1 or not self._wants_more(sequence):
+                continue
+            if sequence.request.id in self._beams:
+                self._decode_beams(self._beams[sequence.request.id], step)
+                continue
+            count = min(steps, sequence.max_len - sequence.length)
+            if self._grow(sequence, sequence.num_scheduled + count, step, may_yield=True):
+                self._row(sequence, 1, count, step)
+                step.budget -= 1
+
+    def _decode_beams(self, search: BeamSearch, step: Step) -> None:
+        """All beams that are ready take a row, or all are preempted; a beam whose step is in flight is not ready."""
+        ready = [s for s in search.live if s.lane >= 0 and not s.num_pending and s.length - s.num_scheduled == 1]
+        ready = [s for s in ready if s.key not in step.starts]
+        for sequence in ready:
+            if not self._grow(sequence, sequence.num_scheduled + 1, step, may_yield=True):
+                return
+        for sequence in ready:
+            self._row(sequence, 1, 1, step)
+            step.budget -= 1
+
+    def _decode_steps(self) -> int:
+        """Decode steps of this dispatch: one while anything prefills or lacks blocks, or needs the host between tokens."""
+        if self.decode_steps == 1 or self._beams:
+            return 1
+        if any(s.length - s.num_scheduled > 1 for s in self.sequences):
+            return 1
+        ready = [s for s in self.sequences if s.length - s.num_scheduled == 1 and self._wants_more(s)]
+        longest = max((s.max_len - s.length for s in ready), default=1)
+        steps = min(self.decode_steps, longest)
+        need = sum(self.tables.missing(s, min(s.num_scheduled + steps, s.max_len - 1)) for s in ready)
+        return steps if need <= self.tables.pool.num_free else 1
+
+    def _wants_more(self, sequence: Sequence) -> bool:
+        return sequence.length < sequence.max_len
+
+    def _row(self, sequence: Sequence, count: int, steps: int, step: Step) -> None:
+        start = sequence.num_scheduled
+        step.starts[sequence.key] = start
+        step.orders.add(sequence.order)
+        if sequence.request.id in self._beams:
+            step.orders.update(s.order for s in self._beams[sequence.request.id].sequences)
+        on_device = start >= len(sequence.tokens)
+        tokens = None if on_device else tuple(sequence.tokens[start : start + count])
+        targets = None
+        if sequence.request.params.prompt_logprobs is not None and start + 1 < sequence.prompt_len:
+            targets = sequence.request.prompt[start + 1 : start + count + 1]
+        sequence.num_scheduled += max(count, steps)
+        sequence.num_pending += steps
+        again = min(sequence.highest, sequence.num_scheduled) - start
+        if again > 0:
+            sequence.recomputed += again
+            self.stats.recomputed_tokens += again
+        sequence.highest = max(sequence.highest, sequence.num_scheduled)
+        request = sequence.request
+        step.rows.append(
+            Row(request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets)
+        )
+
+    def prefill(self, sequence: Sequence, step: Step) -> None:
+        """Schedules a chunk of the sequence's known tokens."""
+        left = len(sequence.tokens) - sequence.num_scheduled
+        count = min(left, step.budget)
+        if not self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False):
+            count = min(count, self.tables.room(sequence))
+            if count <= 0:
+                return
+            self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False)
+        self.trace.note(*sequence.key, step.now, "chunk", start=sequence.num_scheduled, tokens=count)
+        self._row(sequence, count, 1 if count == left else 0, step)
+        step.budget -= count
+        self.tables.publish(sequence, sequence.num_scheduled)
+
+    def _grow(self, sequence: Sequence, num_tokens: int, step: Step, *, may_yield: bool) -> bool:
+        """Gives the sequence blocks for its first num_tokens positions, preempting those that come after it by the policy (never
+        one of this plan) while there are too few; where may_yield the sequence itself may be the one that goes."""
+        self.tables.trim(sequence)
+        while self.tables.missing(sequence, num_tokens) > self.tables.pool.num_free:
+            search = self._beams.get(sequence.request.id)
+            kin = {s.order for s in search.sequences} if search else set()
+            loser = self.entrance.victim(sequence, self.sequences, step.orders | kin)
+            if loser is sequence and not may_yield:
+                return False
+            self._preempt(loser, sequence)
+            if loser is sequence:
+                return False
+        self.tables.grow(sequence, num_tokens)
+        return True
+
+    # --- who enters, and who leaves ---------------------------------------------------------------------------------
+
+    def start_of(self, sequence: Sequence, held: Holdings) -> Found | Sequence | Wait:
+        """What the waiting sequence can start from: blocks of the cache, a sample of the same request to be forked, or why it
+        has to wait."""
+        first, prompt = self._live.get((sequence.request.id, 0)), sequence.prompt_len
+        search = self._beams.get(sequence.request.id)
+        forks = first is not None and first is not sequence and first.lane >= 0 and not sequence.highest and search is None
+        if forks and first and self._may_share(sequence) and self.tables.can_fork(first, prompt - 1):
+            found, need = first, len(self.tables.windows)  # for its own last token
+        else:
+            # The last token is computed in any case, for its logits, and all are where the logprobs of the prompt are wanted.
+            known = sequence.behind * self.tables.size if sequence.places else len(sequence.tokens) - 1
+            found = self.tables.find(sequence, known if self._may_share(sequence) else 0)
+            need = self.tables.to_start(sequence, found, len(sequence.tokens))
+        lanes = 0 if search and search.lanes else sequence.request.params.beam_width or 1
+        if len(self.lanes) < lanes:
+            return Wait("all lanes are taken" if lanes == 1 else f"{lanes} beams need as many lanes", need)
+        if sequence.num_pending:
+            return Wait("its last step is in flight", need)
+        shared = self.entrance.held_by_pool(sequence, need, held)
+        if shared is not None:
+            return Wait(shared, need)
+        if not self.tables.pool.fits(need) or need + self._owed() > self.tables.pool.num_free:
+            return Wait(f"{need} blocks are needed beside what others will take; {self.tables.pool.num_free} are free", need)
+        return found
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        return sequence.request.params.prompt_logprobs is None
+
+    def _owed(self, without: Iterable[Sequence] = ()) -> int:
+        """Hysteresis: a sequence enters when its tokens fit beside what the running ones still have to prefill, with one block
+        of each group left for each of those that will grow beyond it, so that it is not preempted again at once."""
+        gone = set(map(id, without))
+        running = (s for s in self.sequences if id(s) not in gone)
+        return sum(self.tables.missing(s, s.length) + self.tables.grows(s, s.length) for s in running)
+
+    def enter(self, sequence: Sequence, start: Found | Sequence, step: Step) -> None:
+        search = self._beams.get(sequence.request.id)
+        own = [sequence]
+        if search is None:
+            sequence.lane = self.lanes.pop()
+        else:
+            own = [] if search.lanes else search.sequences
+            search.lanes = search.lanes or [self.lanes.pop() for _ in search.sequences]
+            sequence.lane = search.lanes[sequence.index]
+        self.sequences.append(sequence)
+        if isinstance(start, Sequence):
+            known = sequence.prompt_len - 1
+            self.tables.fork(start, sequence, known)
+        else:
+            known = start.num_tokens
+            self.tables.start(sequence, start)
+        if sequence.places and known == sequence.behind * self.tables.size:
+            self.tables.swap_in(sequence)
+        else:
+            self.tables.drop_places(sequence)
+            sequence.num_scheduled = sequence.num_committed = known
+            self.stats.cached_tokens += known
+        what = "resumed" if sequence.highest else "admitted"
+        if sequence.highest == 0:
+            sequence.cached = known
+            self.entrance.entered(sequence, known, step.now)
+        sequence.highest = max(sequence.highest, sequence.num_scheduled)
+        blocks = len(sequence.held)
+        self.trace.note(*sequence.key, step.now, what, lane=sequence.lane, cached=sequence.num_scheduled, blocks=blocks)
+        for s in own:
+            lane = s.lane if search is None else search.lanes[s.index]
+            step.entries.append(Entry(lane, s.request, s.index, tuple(sequence.tokens), s.max_len))
+
+    def displace(self, now: float) -> None:
+        """Preempts running sequences for more urgent ones that find no lane or no blocks, if that is enough for them."""
+        held = holdings(self.sequences)
+        if not self.entrance.may_displace(held):
+            return
+        for pool in POOLS:
+            head = self.entrance.queue.head(pool, now, held.tenants)
+            wait = None if head is None else self.start_of(head, held)
+            if head is None or not isinstance(wait, Wait):
+                continue
+            gone: list[Sequence] = []
+            lanes, blocks = len(self.lanes), self.tables.pool.num_free
+            for sequence in self.entrance.displaceable(head, self.sequences, held):
+                if lanes >= 1 and blocks >= wait.need + self._owed(gone):
+                    break
+                gone.append(sequence)
+                lanes += 1
+                blocks += sum(not self.tables.pool.is_shared(block) for block in sequence.held)
+            if lanes >= 1 and blocks >= wait.need + self._owed(gone):
+                for sequence in gone:
+                    if sequence.lane >= 0:  # beams go together
+                        self._preempt(sequence, head)
+                held = holdings(self.sequences)
+
+    def _preempt(self, sequence: Sequence, by: Sequence) -> None:
+        """The sequence, with the other beams of its request, gives back all it holds and waits again, where it stood: to be
+        computed again, or with what nothing else keeps in host memory."""
+        search, now = self._beams.get(sequence.request.id), self.clock()
+        if search is not None:
+            search.forget()
+        for s in [s for s in self.sequences if search is not None and s.request is sequence.request] or [sequence]:
+            swaps = search is None and self._swaps(s)
+            self.trace.note(*s.key, now, "preempted", by=by.request.id, how="swap" if swaps else "recompute")
+            if swaps:
+                self.tables.swap_out(s)
+                self.stats.swaps += 1
+            else:
+                s.epoch = next(self.epochs)
+                s.num_scheduled = s.num_committed = s.num_pending = 0
+            self.vacate(s)
+            self.entrance.queue.push(s, now)
+            self.stats.preemptions += 1
+        if search is not None:
+            self.lanes += search.lanes
+            search.lanes = []
+
+    def _swaps(self, sequence: Sequence) -> bool:
+        """Whether to keep what only this sequence has in host memory: where both can be measured, if moving it there and back takes
+        less time than computing it again."""
+        blocks, rate = self.tables.unnamed(sequence), self.entrance.rates.prefill_rate
+        if self.preemption == "recompute" or not self.tables.places.capacity or blocks > self.tables.places.num_free:
+            return False
+        if self.preemption == "swap" or rate is None or self.swap_seconds is None:
+            return True
+        tokens = sequence.num_scheduled - sequence.named * self.tables.size
+        return 2 * blocks * self.swap_seconds < tokens / rate
+
+    def vacate(self, sequence: Sequence) -> None:
+        self.sequences.remove(sequence)
+        self.tables.release(sequence)
+        if sequence.request.id not in self._beams:
+            self.lanes.append(sequence.lane)
+        sequence.lane = -1
