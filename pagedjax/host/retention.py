@@ -89,11 +89,6 @@ class IdleBlocks:
         self.pinned.discard(block)
         self._mark_again(block)
 
-    def forget(self, block: int) -> None:
-        """The block's marks are gone; it is not idle."""
-        self._retentions.pop(block, None)
-        self.pinned.discard(block)
-
     def _mark_again(self, block: int) -> None:
         """An idle block's place follows its pin, and its release stays what it was."""
         stamp = self._plain.pop(block, None)
@@ -123,9 +118,14 @@ class IdleBlocks:
 
     def pop(self) -> int:
         """Takes out the block that is to be given out next. Its marks are gone."""
+        if not self._marked:
+            block = next(iter(self._plain))
+            del self._plain[block]
+            return block
         block = self._first()
         self.remove(block)
-        self.forget(block)
+        self._retentions.pop(block, None)
+        self.pinned.discard(block)
         return block
 
     def advance(self, now: float) -> None:
