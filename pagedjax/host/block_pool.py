@@ -63,7 +63,7 @@ class BlockPool:
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of them are free, and would not be once they are shared."""
-        return sum(block in self._idle for block in blocks)
+        return sum(self._refs[block] == 0 for block in blocks)
 
     def is_shared(self, block: int) -> bool:
         """Whether more than one refer to it."""
@@ -73,7 +73,7 @@ class BlockPool:
         """One more reference to each. Kept blocks may be shared when they are free."""
         for block in blocks:
             if self._refs[block] == 0:
-                assert block in self._idle, f"block {block} is free and cannot be shared"
+                assert block in self._kept, f"block {block} is free and cannot be shared"
                 self._idle.remove(block)
             self._refs[block] += 1
 

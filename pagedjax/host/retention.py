@@ -51,7 +51,7 @@ class IdleBlocks:
         self._plain: dict[int, int] = {}  # block: stamp, in order
         self._marked: dict[int, _Idle] = {}
         self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(PINNED + 1)]  # by level: (stamp, block)
-        self._falls: list[tuple[float, int, int]] = []  # (time, stamp, block)
+        self._falls: list[tuple[float, int]] = []  # (time, block)
         self._raised = 0  # idle blocks above level 0
         self._retentions: dict[int, tuple[int, float]] = {}  # marks, of blocks in use too: (retention, seconds)
         self.pinned: set[int] = set()
@@ -89,11 +89,6 @@ class IdleBlocks:
         self.pinned.discard(block)
         self._mark_again(block)
 
-    def forget(self, block: int) -> None:
-        """The block's marks are gone; it is not idle."""
-        self._retentions.pop(block, None)
-        self.pinned.discard(block)
-
     def _mark_again(self, block: int) -> None:
         """An idle block's place follows its pin, and its release stays what it was."""
         stamp = self._plain.pop(block, None)
@@ -123,9 +118,14 @@ class IdleBlocks:
 
     def pop(self) -> int:
         """Takes out the block that is to be given out next. Its marks are gone."""
+        if not self._marked:
+            block = next(iter(self._plain))
+            del self._plain[block]
+            return block
         block = self._first()
         self.remove(block)
-        self.forget(block)
+        self._retentions.pop(block, None)
+        self.pinned.discard(block)
         return block
 
     def advance(self, now: float) -> None:
@@ -133,9 +133,9 @@ class IdleBlocks:
         assert now >= self.now, f"the clock goes back from {self.now} to {now}"
         self.now = now
         while self._falls and self._falls[0][0] <= now:
-            _, stamp, block = heappop(self._falls)
+            _, block = heappop(self._falls)
             idle = self._marked.get(block)
-            if idle is not None and idle.stamp == stamp and 0 < idle.level < PINNED and idle.falls() <= now:
+            if idle is not None and 0 < idle.level < PINNED and idle.falls() <= now:
                 self._place(block, idle)
 
     def _first(self) -> int:
@@ -163,7 +163,7 @@ class IdleBlocks:
         self._raised += idle.level > 0
         heappush(self._heaps[idle.level], (idle.stamp, block))
         if 0 < idle.level < PINNED:
-            heappush(self._falls, (idle.falls(), idle.stamp, block))
+            heappush(self._falls, (idle.falls(), block))
         elif idle.level == 0:
             self._retentions.pop(block, None)
         if sum(map(len, self._heaps)) + len(self._falls) > 4 * len(self._marked) + 64:
@@ -181,7 +181,7 @@ class IdleBlocks:
         """Drops what the heaps say of blocks that have moved on."""
         for level, heap in enumerate(self._heaps):
             heap[:] = sorted({entry for entry in heap if self._holds(level, *entry)})
-        self._falls = [(i.falls(), i.stamp, block) for block, i in self._marked.items() if 0 < i.level < PINNED]
+        self._falls = [(idle.falls(), block) for block, idle in self._marked.items() if 0 < idle.level < PINNED]
         heapify(self._falls)
 
     def check(self) -> None:
@@ -200,4 +200,4 @@ class IdleBlocks:
             assert idle.level == level, f"block {block} has level {idle.level}, not {level}"
             assert (idle.stamp, block) in self._heaps[level], f"block {block} is not in the heap of its level"
             falling = 0 < level < PINNED
-            assert not falling or (idle.falls(), idle.stamp, block) in self._falls, f"nothing says when block {block} falls"
+            assert not falling or (idle.falls(), block) in self._falls, f"nothing says when block {block} falls"

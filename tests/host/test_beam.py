@@ -100,10 +100,10 @@ def searches(draw: st.DrawFn) -> tuple[Model, Rules]:
     rules = Rules(
         width=width,
         n=draw(st.integers(1, width)),
-        max_tokens=draw(st.integers(1, 9)),
+        max_tokens=draw(st.integers(1, 12)),
         stop_ids=frozenset(draw(st.lists(st.integers(0, vocab - 1), max_size=min(vocab - 1, 8)))),
         min_tokens=draw(st.sampled_from([0, 0, 1, 4])),
-        length_penalty=draw(st.sampled_from([1.0, 0.0, 0.6, 2.0, -1.0])),
+        length_penalty=draw(st.sampled_from([1.0, 0.0, 0.6, 2.0, -1.0, -0.1])),
         early_stopping=draw(st.sampled_from([False, True, "never"])),
     )
     return random_model(draw(st.integers(0, 10**6)), vocab, draw(st.sampled_from([0.5, 3.0]))), rules
@@ -204,6 +204,30 @@ def test_ties_go_to_the_better_beam_and_the_first_token() -> None:
     assert [(child.slot, child.token) for child in children] == [(0, 7), (1, 8), (2, 2)]
     _, children, _ = advance(state, {slot: [(5, -1.0), (6, -1.0)] for slot in range(3)})
     assert [(child.parent, child.token) for child in children] == [(0, 5), (0, 6), (1, 5)]
+
+
+def test_a_beam_that_could_only_be_as_good_does_not_go_on() -> None:
+    state, _, _ = advance(BeamState(Rules(1, 1, 9, frozenset({0}))), {0: [(5, -1.0)]})
+    _, children, done = advance(state, {0: [(0, -1.0), (7, -1.0)]})
+    assert (children, done) == ((), True)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "live", "early", "over"),
+    [
+        (-0.1, -1.0, False, False),
+        (-0.1, -1.0, "never", False),
+        (-0.1, -1.0, True, True),
+        (3.0, -12.0, False, True),
+        (3.0, -12.0, "never", False),
+    ],
+)
+def test_how_long_the_best_live_beam_is_thought_to_become(penalty: float, live: float, early: Any, over: bool) -> None:
+    """Finished: -1.5 / 1 and -3 / 2 ** penalty; live: one of two tokens, of at most a million."""
+    rules = Rules(2, 2, 10**6, frozenset({0}), length_penalty=penalty, early_stopping=early)
+    state, _, _ = advance(BeamState(rules), {0: [(5, -1.0), (0, -1.5)]})
+    state, _, done = advance(state, {0: sorted([(7, live), (0, -2.0)], key=lambda pair: -pair[1])})
+    assert len(state.finished) == 2 and done == over
 
 
 def test_slots_and_top_logprobs() -> None:
