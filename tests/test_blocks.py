@@ -24,7 +24,8 @@ from pagedjax.pack import pack
 from pagedjax.wire import size, split, step_fields
 
 BLOCK_BYTES = 5 * 2 * 4 * 16 * 8 * 4  # of stories260K with 16 tokens in a block
-LOOP = {"schedule.decode_steps": 4, "cache.swap_memory": 6 * BLOCK_BYTES + 5}
+LOOP = {"schedule.decode_steps": 16, "cache.swap_memory": 6 * BLOCK_BYTES + 5}
+SHARDS = LOOP | {"tensor_parallel_size": 2, "stacked": True}
 
 
 def fill(engine: Engine, seed: int = 0) -> np.ndarray:
@@ -66,8 +67,8 @@ def two_rows(count: int, steps: int) -> dict[str, Any]:
         ({}, 1, 1),
         ({}, 3, 1),
         (LOOP, 1, 4),
-        (LOOP | {"tensor_parallel_size": 2}, 1, 4),
-        (LOOP | {"tensor_parallel_size": 2}, 3, 1),
+        (SHARDS, 1, 4),
+        (SHARDS, 3, 1),
     ],
     ids=["decode", "prefill", "several steps", "several steps on two shards", "prefill on two shards"],
 )
@@ -101,7 +102,7 @@ def test_nothing_is_copied_unasked(stories_engine: Callable[..., Engine]) -> Non
     np.testing.assert_array_equal(values[:, 1:], pool_of(engine)[:, 1:])
 
 
-@pytest.mark.parametrize("options", [LOOP, LOOP | {"tensor_parallel_size": 2}], ids=["one device", "two shards"])
+@pytest.mark.parametrize("options", [LOOP, SHARDS], ids=["one device", "two shards"])
 def test_what_was_swapped_out_comes_back(stories_engine: Callable[..., Engine], options: dict) -> None:
     """Bit for bit, to any block, as often as asked for; whatever happened to the block meanwhile."""
     engine = stories_engine(**options)
@@ -134,7 +135,7 @@ def test_the_parts_of_a_plan_have_an_order(stories_engine: Callable[..., Engine]
 
 def test_places_are_in_host_memory(stories_engine: Callable[..., Engine]) -> None:
     """Each shard keeps its own heads."""
-    engine = stories_engine(**LOOP, tensor_parallel_size=2)
+    engine = stories_engine(**SHARDS)
     dispatch(engine, swap_out=(Swap(3, 2),))
     assert engine.host_tier is not None
     held = engine.host_tier.places[2]
