@@ -15,6 +15,7 @@ HOME = {
     "RequestOutput": "pagedjax.llm",
     "SamplingParams": "pagedjax.host.request",
     "Score": "pagedjax.llm",
+    "Service": "pagedjax.host.request",
     "Stream": "pagedjax.loop",
     "UserError": "pagedjax.errors",
 }

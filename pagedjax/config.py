@@ -12,6 +12,7 @@ Dtype = Literal["float32", "bfloat16"]
 LayerKind = Literal["full", "window"]
 Reserve = Literal["paged", "oracle", "pow2", "max"]  # see host/reserve.py
 Preemption = Literal["auto", "recompute", "swap"]
+Policy = Literal["first_come", "priority", "longest_prefix", "shortest_work", "deadline"]  # see host/policy.py
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,26 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class QueueConfig:
+    """How requests that compete are served; beside it stands what each request asks for (host/request.py, Service)."""
+
+    policy: Policy = "first_come"  # who is next of one tenant's waiting requests
+    aging: float = 30.0  # seconds of waiting that are worth one level of priority, or 1024 tokens of work or cached prefix
+    batch_share: float = 0.25  # of lanes, blocks and tokens, for requests of the batch pool while interactive ones wait, too
+    max_queued_tokens: int = 0  # prompt tokens that may wait in each pool; more are refused; 0: no bound
+    max_first_token: float = 0.0  # seconds; an interactive request whose first token is predicted later is refused; 0: no bound
+    token_seconds: float = 0.0  # time between two tokens that prefill may not exceed, as predicted; 0: it takes the whole budget
+    tenants: str = ""  # a JSON file: of each tenant (* of all others) weight, tokens_per_minute, max_rows and max_blocks
+
+    def __post_init__(self):
+        check(self.policy in get_args(Policy), f"policy must be one of {', '.join(get_args(Policy))}; got {self.policy!r}")
+        check(self.aging > 0, f"aging must be positive seconds; got {self.aging}")
+        check(0 < self.batch_share < 1, f"batch_share must be between 0 and 1; got {self.batch_share}")
+        for name in ("max_queued_tokens", "max_first_token", "token_seconds"):
+            check(getattr(self, name) >= 0, f"{name} must not be negative; got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class BucketConfig:
     """The shapes that are compiled at start. Empty means: chosen in buckets.py from the schedule and the device."""
 
@@ -211,6 +232,7 @@ class EngineConfig:
     compile_cache: str = "~/.cache/pagedjax"  # folder of the persistent compilation cache; "" for none
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
 

@@ -32,7 +32,7 @@ from pagedjax.device.sharding import state_shardings
 from pagedjax.device.step import StepSpec
 from pagedjax.errors import check
 from pagedjax.host.block_pool import BlockPool
-from pagedjax.host.plan import Entry, Plan, Row, RowResult
+from pagedjax.host.plan import Entry, Plan, Row, RowResult, Swap
 from pagedjax.host.request import Logprobs, Request, SamplingParams, TokenEvent, Usage
 from pagedjax.host.reserve import BuddyPool
 from pagedjax.host.scheduler import Scheduler
@@ -41,6 +41,7 @@ from pagedjax.limits import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_STOP_IDS
 from pagedjax.memory import kv_dtype, pool_blocks, pool_shape, release_freed, swap_places
 from pagedjax.models import model_for
 from pagedjax.pack import pack, pack_lane
+from pagedjax.service import service_rules
 from pagedjax.state import DeviceState, StepOutput
 from pagedjax.wire import lane_fields, step_fields
 
@@ -53,6 +54,7 @@ class InFlight:
 
     plan: Plan
     output: StepOutput
+    dispatched: float  # seconds of the host's clock
 
 
 @dataclass
@@ -113,10 +115,13 @@ class Engine:
             reserve=config.cache.reserve,
             host_blocks=places,
             preemption=config.schedule.preemption,
+            service=service_rules(config.queue),
+            swap_seconds=self._measure_swap(),
         )
         self.padding = Padding()
         self.compilations_after_start = 0
         self._in_flight: deque[InFlight] = deque()
+        self._ready = 0.0  # when the last step's results were there
         self._seeds = random.Random(config.seed)
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -154,11 +159,33 @@ class Engine:
         if plan is not None:
             self._dispatch(plan)
         keep = self.config.schedule.async_steps if plan is not None else 0
-        events: list[TokenEvent] = []
+        events: list[TokenEvent] = self.scheduler.take_ended()
         while len(self._in_flight) > keep:
             done = self._in_flight.popleft()
-            events += self.scheduler.commit(done.plan, self._results(done))
+            results = self._results(done)
+            now = time.perf_counter()
+            seconds = now - max(done.dispatched, self._ready)  # the device runs one step after the other
+            self._ready = now
+            events += self.scheduler.commit(done.plan, results, seconds)
         return events
+
+    def seconds_idle(self) -> float:
+        """How long `step` has nothing to do although requests wait: until a tenant may start again. 0 while there is work."""
+        if self._in_flight or self.scheduler.running:
+            return 0.0
+        return self.scheduler.seconds_idle()
+
+    def _measure_swap(self) -> float | None:
+        """Seconds that a block takes to host memory, or back, on average; None where there is no host memory."""
+        if self.host_tier is None:
+            return None
+        there = (Swap(0, 0),)  # the scrap block, and the place that is never given out
+        self._swap(Plan((), (), 1, swap_out=there, swap_in=there))
+        jax.block_until_ready(self.state.kv)
+        start = time.perf_counter()
+        self._swap(Plan((), (), 1, swap_out=there, swap_in=there))
+        jax.block_until_ready(self.state.kv)
+        return (time.perf_counter() - start) / 2
 
     def _dispatch(self, plan: Plan) -> None:
         before = compilations_of_this_thread()
@@ -170,7 +197,7 @@ class Engine:
         buffer = pack(plan, bucket, self._fields[bucket], self.config.schedule.max_num_seqs)
         self.state, output = self.executables[bucket].call(self._params, self.state, buffer)
         output.tokens.copy_to_host_async()
-        self._in_flight.append(InFlight(plan, output))
+        self._in_flight.append(InFlight(plan, output, time.perf_counter()))
         wanted = sum(max(row.count, row.steps) for row in plan.rows)
         self.padding.computed += wanted
         self.padding.padding += bucket.tokens * plan.steps - wanted
@@ -193,7 +220,7 @@ class Engine:
         out, rows = done.output, done.plan.rows
         tokens = np.asarray(out.tokens)
         params = [self._params_of(row) for row in rows]
-        wants = any(p is not None and p.logprobs is not None for p in params)
+        wants = any(p is not None and p.logprobs_needed is not None for p in params)
         scores = any(row.targets for row in rows)
         top = [np.asarray(a) for a in (out.logprob, out.rank, out.top_ids, out.top_logprobs)] if wants else None
         prompt = (
@@ -205,8 +232,9 @@ class Engine:
         for s, (row, p) in enumerate(zip(rows, params, strict=True)):
             sampled = tuple(int(t) for t in tokens[s, : row.steps] if t >= 0)
             logprobs = None
-            if p is not None and p.logprobs is not None and top is not None:
-                logprobs = tuple(_logprobs([a[s, i] for a in top], token, p.logprobs) for i, token in enumerate(sampled))
+            if p is not None and p.logprobs_needed is not None and top is not None:
+                best = p.logprobs_needed
+                logprobs = tuple(_logprobs([a[s, i] for a in top], token, best) for i, token in enumerate(sampled))
             scored: tuple[Logprobs, ...] = ()
             if row.targets and prompt is not None and p is not None:
                 best = p.prompt_logprobs or 0

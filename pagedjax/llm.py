@@ -20,7 +20,7 @@ from pagedjax.device.compile import set_compile_cache
 from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
-from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Usage
+from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Service, Usage
 from pagedjax.loop import EngineLoop, Stream, start_off_loop
 from pagedjax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
@@ -124,7 +124,7 @@ class LLM:
         """What the model's makers recommend (generation_config.json); SamplingParams() where they say nothing."""
         return SamplingParams(**self.defaults.sampling())
 
-    def request(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None) -> Request:
+    def request(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, service: Service | None = None) -> Request:
         """The engine's form of a prompt: text is tokenized (with BOS where the model wants it), token ids are taken as they are."""
         params = sampling_params or self.get_default_sampling_params()
         plain, _ = plain_prompt(prompt)
@@ -143,6 +143,7 @@ class LLM:
             bad_words=words,
             seed=self.engine.new_seed() if params.seed is None else params.seed,
             salt=salt,
+            service=service or Service(),
         )
 
     def _tokenizer(self, what: str) -> Tokenizer:
@@ -150,13 +151,49 @@ class LLM:
             raise UserError(f"{what} needs a tokenizer; the model has none (prompts may be token ids)")
         return self.tokenizer
 
-    def stream(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None) -> Stream:
+    def stream(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, service: Service | None = None) -> Stream:
         """Starts one request; iterate the result (or `async for` it) for its pieces. Leaving early cancels it."""
-        return self.loop.submit(self.request(prompt, sampling_params))
+        return self.loop.submit(self.request(prompt, sampling_params, service))
 
-    async def stream_async(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None) -> Stream:
+    async def stream_async(
+        self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, service: Service | None = None
+    ) -> Stream:
         """`stream` for servers: neither tokenizing nor waiting for the engine's thread holds up the event loop."""
-        return await start_off_loop(lambda: self.stream(prompt, sampling_params))
+        return await start_off_loop(lambda: self.stream(prompt, sampling_params, service=service))
+
+    # --- what the engine remembers ----------------------------------------------------------------------------------
+
+    def pin_prefix(self, prompt: AnyPrompt) -> int:
+        """Holds on to the blocks of a prompt's beginning, those that are cached and those that will be, until `unpin_prefix`; how
+        many blocks these are. A pinned block is given out only when running sequences need it and nothing else is left. UserError
+        where the prompt fills no block, or pins would hold more than half of the pool."""
+        ids, salt = self._prefix(prompt)
+        return self.loop.call(lambda engine: engine.scheduler.tables.pin(salt, ids))
+
+    def unpin_prefix(self, prompt: AnyPrompt) -> int:
+        """Takes back one `pin_prefix` of the same prompt."""
+        ids, salt = self._prefix(prompt)
+        return self.loop.call(lambda engine: engine.scheduler.tables.unpin(salt, ids))
+
+    def flush_cache(self) -> int:
+        """Forgets all cached blocks that no sequence holds; how many."""
+        return self.loop.call(lambda engine: engine.scheduler.tables.flush())
+
+    def trace(self, request_id: str) -> str:
+        """Why a request was served as it was, as one line of JSON: queued, waits (because …), admitted, chunk, preempted (by whom,
+        and how), resumed, finished. UserError for one that is not known, or that ended more than 1,000 requests ago."""
+
+        def find(engine: Engine) -> str:
+            check(bool(engine.scheduler.trace.of(request_id)), f"trace must name a request that is known; got {request_id!r}")
+            return engine.scheduler.trace.line(request_id)
+
+        return self.loop.call(find)
+
+    def _prefix(self, prompt: AnyPrompt) -> tuple[list[int], str]:
+        request = self.request(prompt, SamplingParams())
+        return list(request.prompt), request.salt
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
 
     def chat_prompt(
         self,
@@ -184,6 +221,8 @@ class LLM:
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        service: Service | None = None,
     ) -> list[RequestOutput]:
         """All prompts at once, batched continuously; outputs in the order of the prompts. One prompt is a text, token ids, or an
         object with "prompt" or "prompt_token_ids"."""
@@ -196,7 +235,7 @@ class LLM:
             len(each) == len(batch),
             f"there must be one SamplingParams for all prompts or one each; got {len(each)} for {len(batch)}",
         )
-        requests = [self.request(prompt, p) for prompt, p in zip(batch, each, strict=True)]
+        requests = [self.request(prompt, p, service) for prompt, p in zip(batch, each, strict=True)]
         texts = [plain_prompt(prompt)[1] for prompt in batch]
         with contextlib.closing(in_order(self.loop, requests)) as streams:
             return [collect(request, stream, text) for (request, stream), text in zip(streams, texts, strict=True)]

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from pagedjax.engine import Engine
 from pagedjax.errors import QueueFull, check
+from pagedjax.host.beam import choose
 from pagedjax.host.request import FinishReason, Logprobs, Request, TokenEvent, Usage
 from pagedjax.text import IncrementalDecoder, Tokenizer
 
@@ -121,6 +124,8 @@ class _Live:
     stream: Stream
     decoders: list[IncrementalDecoder | None]
     counts: list[int]  # output tokens of each sequence; -1: it has ended
+    request: Request
+    held: list[list[Delta]]  # of each sample, where the best of several are wanted: until all have ended
     shows_stop: bool  # the text of a stop token is part of the text
 
 
@@ -155,16 +160,36 @@ class EngineLoop:
         submitted = time.perf_counter()
         self._raise_if_down()
         self._inbox.put(lambda: answer.put(self._add_all(requests, submitted)))
-        while True:
-            try:
-                return answer.get(timeout=1)
-            except queue.Empty:
-                self._raise_if_down()
+        return self._wait(answer)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request. Unknown ids are ignored, since it may just have finished. Never raises: when the engine is down there
         is nothing left to cancel, and nobody takes the command."""
         self._inbox.put(lambda: self._deliver(self.engine.cancel(request_id)))
+
+    def call[T](self, ask: Callable[[Engine], T]) -> T:
+        """What `ask` answers when the engine's thread runs it between two steps; its error is raised here."""
+        answer: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answer.put((ask(self.engine), None))
+            except Exception as error:
+                answer.put((None, error))
+
+        self._raise_if_down()
+        self._inbox.put(run)
+        value, error = self._wait(answer)
+        if error is not None:
+            raise error
+        return cast(T, value)
+
+    def _wait[T](self, answer: "queue.SimpleQueue[T]") -> T:
+        while True:
+            try:
+                return answer.get(timeout=1)
+            except queue.Empty:
+                self._raise_if_down()
 
     def close(self) -> None:
         """Cancels everything and ends the thread. Streams that are open end with finish "cancelled"."""
@@ -209,12 +234,15 @@ class EngineLoop:
                 not params.stop or self.tokenizer is not None,
                 f"request {request.id}: stop strings need a tokenizer; the model has none",
             )
-            decoders = [self._decoder(request) for _ in range(params.n)]
+            count = params.n if params.beam_width else params.num_sequences
+            decoders = [self._decoder(request) for _ in range(count)]
             self.engine.add(request)
         except Exception as error:  # whatever is wrong with this request must not end the others
             return error
         stream = Stream(request.id, params.n, self.cancel, submitted)
-        self._live[request.id] = _Live(stream, decoders, [0] * params.n, params.include_stop_str_in_output)
+        self._live[request.id] = _Live(
+            stream, decoders, [0] * count, request, [[] for _ in range(count)], params.include_stop_str_in_output
+        )
         return stream
 
     def _run(self) -> None:
@@ -233,17 +261,16 @@ class EngineLoop:
             self._live.clear()
 
     def _take_commands(self) -> bool:
-        """Runs what was sent; waits for something when there is no work. False at the end."""
-        block = not self.engine.has_work()
+        """Runs what was sent; waits for something when there is no work, or none until a while has passed. False at the end."""
         while True:
+            wait = self.engine.seconds_idle() if self.engine.has_work() else None
             try:
-                command = self._inbox.get(block=block)
+                command = self._inbox.get(block=wait != 0, timeout=wait or None)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
-            block = not self.engine.has_work()
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -254,7 +281,13 @@ class EngineLoop:
                     live.counts[event.index] = -1
                     if all(count < 0 for count in live.counts):
                         del self._live[event.request_id]
-                live.stream.put(delta)
+                if len(live.counts) == live.request.params.n:
+                    live.stream.put(delta)
+                    continue
+                live.held[event.index].append(delta)
+                if all(count < 0 for count in live.counts):
+                    for best in best_samples(live.request, live.held):
+                        live.stream.put(best)
 
     def _delta(self, live: _Live, event: TokenEvent) -> Delta:
         """Decodes the tokens and checks stop strings; a hit ends the sequence in the engine, and what came after is dropped."""
@@ -284,6 +317,24 @@ class EngineLoop:
             delta = replace(delta, text=text)
         live.counts[event.index] += len(event.tokens)
         return delta
+
+
+def best_samples(request: Request, samples: Sequence[Sequence[Delta]]) -> list[Delta]:
+    """Of best_of samples, each in its pieces, the n with the highest mean logprob, in one piece each, best first."""
+    entries = [tuple(p for delta in pieces for p in delta.logprobs or ()) for pieces in samples]
+    ranked = choose([[p.logprob for p in own] or [-math.inf] for own in entries], request.params.n)
+    wants = request.params.logprobs is not None
+    return [
+        replace(
+            samples[i][-1],
+            index=index,
+            text="".join(delta.text for delta in samples[i]),
+            tokens=tuple(t for delta in samples[i] for t in delta.tokens),
+            logprobs=entries[i] if wants else None,
+            prompt_logprobs=samples[i][0].prompt_logprobs,
+        )
+        for index, i in enumerate(ranked)
+    ]
 
 
 def _cut(usage: Usage | None, generated: int) -> Usage | None:

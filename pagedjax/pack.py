@@ -62,7 +62,7 @@ def pack_lane(entry: Entry, fields: Fields) -> np.ndarray:
     f["repetition"][...] = params.repetition_penalty
     f["seed"][:] = request.seed >> 32, request.seed & 0xFFFFFFFF
     f["sample"][...] = entry.index
-    _fill(f["stop_ids"], request.stop_ids)
+    _fill(f["stop_ids"], () if params.beam_width else request.stop_ids)  # beams end on the host
     _fill(f["bias_ids"], tuple(params.logit_bias))
     f["bias_values"][: len(params.logit_bias)] = tuple(params.logit_bias.values())
     f["bad_words"][:] = -1
@@ -72,7 +72,7 @@ def pack_lane(entry: Entry, fields: Fields) -> np.ndarray:
         f["masked"][...] = 1
         ids = np.asarray(params.allowed_token_ids, np.uint32)
         np.bitwise_or.at(f["mask"], ids // 32, np.uint32(1) << (ids % np.uint32(32)))
-    f["num_logprobs"][...] = -1 if params.logprobs is None else params.logprobs
+    f["num_logprobs"][...] = -1 if params.logprobs_needed is None else params.logprobs_needed
     return buffer
 
 

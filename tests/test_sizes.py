@@ -99,11 +99,9 @@ def test_starts_with_about_the_same_memory_have_the_same_pool(monkeypatch: pytes
 
 def test_a_block_holds_the_layers_of_one_group() -> None:
     """Gemma 3 1B: 4 full and 22 window layers make 7 groups of 4, so that a block is 4 / 26 of one of all layers."""
-    pattern = ("window",) * 5 + ("full",)
-    models = {
-        name: replace(MODEL, num_layers=26, layer_pattern=kinds, window=64)
-        for name, kinds in (("uniform", pattern[5:]), ("gemma", pattern))
-    }
+    uniform = replace(MODEL, num_layers=26)
+    gemma = replace(uniform, layer_pattern=("window", "window", "window", "window", "window", "full"), window=64)
+    models = {"uniform": uniform, "gemma": gemma}
     config = resolve(with_options(EngineConfig(), {"max_num_seqs": 2, "cache.kv_memory": 26 * 1000 << 10}), MODEL, "cpu", "float32")
     shapes = {name: pool_shape(config, model, "cpu", 9) for name, model in models.items()}
     assert shapes == {"uniform": (26, 9, 2, 4, 64, 8), "gemma": (4, 9, 2, 4, 64, 8)}

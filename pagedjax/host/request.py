@@ -113,6 +113,14 @@ class SamplingParams:
         """Sequences that may run at once for this request; n of them, or of their descendants, are returned."""
         return self.beam_width or self.best_of or self.n
 
+    @property
+    def logprobs_needed(self) -> int | None:
+        """How many of the best tokens the engine must know at each position: for the user, to rank samples, or to search; None: it
+        needs no logprobs."""
+        if self.beam_width:
+            return NUM_LOGPROBS
+        return 0 if self.logprobs is None and self.num_sequences > self.n else self.logprobs
+
     def _check_best_of(self) -> None:
         best_of = self.best_of
         if best_of is None:

@@ -47,6 +47,7 @@ class Running:
         *,
         decode_steps: int,
         preemption: Preemption,
+        swap_seconds: float | None,
         clock: Callable[[], float],
     ):
         """live, beams: of the scheduler, which keeps them."""
@@ -55,7 +56,7 @@ class Running:
         self.sequences: list[Sequence] = []
         self.stats, self.trace = Stats(), Trace()
         self.epochs = itertools.count()
-        self.swap_seconds: float | None = None  # of one block, one way, as measured; None: not measured
+        self.swap_seconds = swap_seconds  # of one block, one way; None: not measured
         self.lanes = list(range(entrance.num_lanes - 1, -1, -1))  # that are free
 
     # --- rows -------------------------------------------------------------------------------------------------------

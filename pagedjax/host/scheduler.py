@@ -42,10 +42,12 @@ class Scheduler:
         host_blocks: int = 0,
         preemption: Preemption = "auto",
         service: ServiceRules | None = None,
+        swap_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """token_budget is above num_lanes (ScheduleConfig checks it). max_queued counts sequences: n for a request. windows: of
-        each layer group. host_blocks: places in host memory. clock: seconds."""
+        each layer group. host_blocks: places in host memory. swap_seconds: that a block takes there, or back, as measured. clock:
+        seconds."""
         self.tables = BlockTables(
             pool,
             block_size,
@@ -67,7 +69,14 @@ class Scheduler:
         self._ended: list[TokenEvent] = []
         self._orders = itertools.count()
         self._runs = Running(
-            self._live, self._beams, self.tables, self.entrance, decode_steps=decode_steps, preemption=preemption, clock=clock
+            self._live,
+            self._beams,
+            self.tables,
+            self.entrance,
+            decode_steps=decode_steps,
+            preemption=preemption,
+            swap_seconds=swap_seconds,
+            clock=clock,
         )
         self.running, self.stats, self.trace = self._runs.sequences, self._runs.stats, self._runs.trace
 
@@ -217,6 +226,10 @@ class Scheduler:
                 self.tables.publish(sequence, sequence.num_committed)
             events.append(event)
         return events
+
+    def seconds_idle(self) -> float:
+        """Until somebody who waits may start, as far as that depends on time alone."""
+        return self.entrance.queue.seconds_idle(self.clock()) or 0.0
 
     def take_ended(self) -> list[TokenEvent]:
         """Of sequences that ended by their deadlines since the last time it was asked."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pagedjax.errors import UserError
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.plan import Copy, Swap
 from pagedjax.host.prefix_cache import Content, PrefixCache
@@ -152,7 +153,12 @@ class BlockTables:
                 sequence.table[group, end - len(gone) : end] = 0
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence gives back all its blocks."""
+        """The sequence gives back all its blocks; those of its prompt are held on to as its request asks."""
+        service = sequence.request.service
+        if service.retention and isinstance(self.pool, BlockPool):
+            for blocks in sequence.blocks:
+                prompt = blocks[: min(sequence.named, sequence.prompt_len // self.size)]
+                self.pool.retain((block for block in prompt if block), service.retention, service.retention_seconds)
         for blocks in sequence.blocks:
             self.pool.release(block for block in reversed(blocks) if block)
             blocks.clear()
@@ -270,6 +276,29 @@ class BlockTables:
                     if i >= sequence.named and blocks[i]:
                         self.cache.publish(key, content, blocks[i])
             sequence.named = count
+
+    def pin(self, salt: str, tokens: list[int]) -> int:
+        """Holds on to the whole blocks of a prefix, those that are cached and those that will be, until `unpin`; how many."""
+        return sum(self._pins("pin").pin(f"{group}:{salt}", tokens) for group in range(len(self.windows)))
+
+    def unpin(self, salt: str, tokens: list[int]) -> int:
+        return sum(self._pins("unpin").unpin(f"{group}:{salt}", tokens) for group in range(len(self.windows)))
+
+    def _pins(self, what: str) -> PrefixCache:
+        if self.cache is None:
+            raise UserError(f"{what} needs prefix_caching; it is off")
+        return self.cache
+
+    def flush(self) -> int:
+        """Forgets all cached blocks that no sequence holds, in host memory too; how many of the pool."""
+        if self.cache is None:
+            return 0
+        keep, self.cache.on_forget = self.cache.on_forget, lambda *_: None
+        flushed = self.cache.flush()
+        self.cache.on_forget = keep
+        if self.tier is not None:
+            self.tier.flush()
+        return flushed
 
     # --- host memory ------------------------------------------------------------------------------------------------
 

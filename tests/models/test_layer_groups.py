@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedjax.config import LayerGroups, group_layers
+from pagedjax.config import LayerGroups, LayerKind, group_layers
 from pagedjax.device.sharding import make_mesh
 from tests.golden.tiny_models import LENGTHS, texts
 from tests.models.goldens import TOLERANCE, distance, expected, load, open_golden
@@ -19,7 +19,8 @@ CHUNKED = [(22, 0), (1, 19), (15, 1), (1, 5), *[(1, 1)] * 4, (2, 0)]
 
 
 def test_groups_of_real_models():
-    gemma_3_1b = group_layers((*("window",) * 5, "full") * 4 + ("window",) * 2, 512)
+    unit: tuple[LayerKind, ...] = ("window", "window", "window", "window", "window", "full")
+    gemma_3_1b = group_layers([unit[i % 6] for i in range(26)], 512)
     assert (gemma_3_1b.size, gemma_3_1b.windows) == (4, (None, *[512] * 6)) and gemma_3_1b.count == 7
     assert [gemma_3_1b.places[i] for i in (0, 3, 4, 5, 6, 11, 25)] == [(1, 0), (1, 3), (2, 0), (0, 0), (2, 1), (0, 1), (6, 1)]
     gemma_2_2b = group_layers(("window", "full") * 13, 4096)
