@@ -69,6 +69,15 @@ class Refusal(NamedTuple):
     reason: str
 
 
+class Slots(NamedTuple):
+    """The pool's slots that are not free, by what they are good for. One that several sequences share counts once."""
+
+    tokens: int  # hold keys and values, or will when the steps in flight are done
+    reserved: int  # for tokens that will come
+    internal: int  # beyond any token that can come
+    external: int  # between reservations, too small for one
+
+
 class Step(NamedTuple):
     """One dispatch, and the state of the scheduler once it was planned."""
 
@@ -80,8 +89,7 @@ class Step(NamedTuple):
     decode: int  # rows with one token
     running: int
     waiting: int
-    held: int  # slots of blocks that somebody refers to
-    waste: int  # slots of them without a token
+    slots: Slots
 
 
 @dataclass(frozen=True)
@@ -249,8 +257,13 @@ def _outputs(count: int) -> RowResult:
 
 
 def _step(plan: Plan, at: float, seconds: float, stats: Stats) -> Step:
-    state = stats.running, stats.waiting, stats.slots_held, stats.waste
-    return Step(at, seconds, plan.steps, len(plan.rows), plan.num_tokens, plan.num_decode, *state)
+    counts = plan.steps, len(plan.rows), plan.num_tokens, plan.num_decode
+    return Step(at, seconds, *counts, stats.running, stats.waiting, slots_of(stats))
+
+
+def slots_of(stats: Stats) -> Slots:
+    """As of the last schedule."""
+    return Slots(tokens=stats.slots_held - stats.waste, reserved=0, internal=stats.waste, external=0)
 
 
 # --- what a report says in short ----------------------------------------------------------------------------------------------
@@ -292,12 +305,12 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     return {"mean": float(array_.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99), "max": float(array_.max())}
 
 
-def _steps(report: Report) -> dict[str, float]:
+def _steps(report: Report) -> dict[str, Any]:
     """How many, how full, and what the pool held while they ran."""
     steps = report.steps
     weights = np.asarray([step.seconds for step in steps] or [1.0])
-    columns = np.asarray([(step.running, step.waiting, step.held, step.waste) for step in steps] or [(0,) * 4], np.float64)
-    running, waiting, held, waste = (weights @ columns / weights.sum()).tolist()
+    columns = np.asarray([(step.running, step.waiting, *step.slots) for step in steps] or [(0,) * 6], np.float64)
+    running, waiting, *slots = (weights @ columns / weights.sum()).tolist()
     return {
         "count": len(steps),
         "passes": sum(step.passes for step in steps),
@@ -305,6 +318,6 @@ def _steps(report: Report) -> dict[str, float]:
         "busy": float(sum(step.seconds for step in steps)) / max(report.seconds, 1e-9),
         "running": running,
         "waiting": waiting,
-        "held_share": held / report.slots,
-        "token_share_of_held": (held - waste) / max(held, 1.0),
+        "pool": {name: count / report.slots for name, count in zip(Slots._fields, slots, strict=True)},
+        "token_share_of_held": slots[0] / max(1.0, sum(slots)),
     }

@@ -46,7 +46,7 @@ def test_one_request_by_hand() -> None:
     assert [(s.at, s.seconds, s.rows, s.tokens, s.decode) for s in report.steps] == [
         *((5, 1, 1, 8, 0), (6, 1, 1, 4, 0), (7, 1, 1, 1, 1), (8, 1, 1, 1, 1)),
     ]
-    assert [(s.held, s.waste) for s in report.steps] == [(8, 0), (12, 0), (16, 3), (16, 2)]
+    assert [s.slots for s in report.steps] == [(8, 0, 0, 0), (12, 0, 0, 0), (13, 0, 3, 0), (14, 0, 2, 0)]
     assert list(report.gaps) == [1, 1] and report.seconds == 4
 
 
@@ -154,8 +154,10 @@ def test_summary_by_hand() -> None:
     steps = said["steps"]
     assert (steps["count"], steps["passes"], steps["tokens"], steps["busy"]) == (6, 6, 14, 1)
     assert steps["running"] == pytest.approx((1 + 1 + 2 + 2 + 1 + 1) / 6)
-    assert steps["held_share"] == pytest.approx((4 + 8 + 12 + 16 + 8 + 8) / 6 / 256)
-    assert steps["token_share_of_held"] == pytest.approx((4 + 5 + 10 + 12 + 6 + 7) / (4 + 8 + 12 + 16 + 8 + 8))
+    tokens, held = 4 + 5 + 10 + 12 + 6 + 7, 4 + 8 + 12 + 16 + 8 + 8
+    shares = {"tokens": tokens, "reserved": 0, "internal": held - tokens, "external": 0}
+    assert steps["pool"] == pytest.approx({name: count / 6 / 256 for name, count in shares.items()})
+    assert steps["token_share_of_held"] == pytest.approx(tokens / held)
 
 
 def test_spread() -> None:
