@@ -45,6 +45,7 @@ A100_13B = from_data_sheet(
 
 COARSE_BLOCK = 2  # tokens that stand for the 512 of a block
 COARSE = HASH_BLOCK // COARSE_BLOCK  # tokens that one stands for
+SPEED = 0.25  # of arrivals: what the traces' cluster served is more than twice what one device can
 
 
 def coarse(step_time: StepTime) -> StepTime:
@@ -53,19 +54,21 @@ def coarse(step_time: StepTime) -> StepTime:
     return StepTime(COARSE * per_pass, COARSE * per_token, COARSE * per_row, COARSE**2 * per_context, COARSE**2 * per_pair)
 
 
-def coarse_arrivals(trace: Iterable[Traced], *, outputs: bool) -> Iterator[Arrival]:
+def coarse_arrivals(trace: Iterable[Traced], *, speed: float, outputs: bool) -> Iterator[Arrival]:
     """Prompts in whole blocks, as the trace counts them, with one more token: the last is always computed. Without `outputs`
     one token of each, else as many as stand for it."""
     for number, r in enumerate(trace):
         prompt = (*hashed_prompt(r.hashes, COARSE_BLOCK * len(r.hashes), COARSE_BLOCK), OWN_TOKENS + number)
         output = max(1, round(r.output / COARSE)) if outputs else 1
-        yield Arrival(r.at, Request(str(number), prompt, params_of(output)))
+        yield Arrival(r.at / speed, Request(str(number), prompt, params_of(output)))
 
 
-def hit_rate(trace: Sequence[Traced], blocks: int | None, *, one_by_one: bool = False, **options: Any) -> dict[str, Any]:
+def hit_rate(
+    trace: Sequence[Traced], blocks: int | None, *, speed: float = SPEED, one_by_one: bool = False, **options: Any
+) -> dict[str, Any]:
     """The share of the prompts' blocks that the cache had when a sequence first entered. `blocks`: of the pool; None: as many as
-    are ever needed. One by one in the order of the trace, or at its times on an H200 with 8B parameters. `options` are the
-    Scheduler's."""
+    are ever needed. One by one in the order of the trace, or at `speed` times its rate on an H200 with 8B parameters. `options` are
+    the Scheduler's."""
     most = sum(len(r.hashes) + 1 + max(1, r.output // COARSE) for r in trace)
     longest = max(COARSE_BLOCK * len(r.hashes) + 1 + max(1, round(r.output / COARSE)) for r in trace)
     scheduler = Scheduler(
@@ -78,7 +81,7 @@ def hit_rate(trace: Sequence[Traced], blocks: int | None, *, one_by_one: bool = 
         decode_steps=1,
         **options,
     )
-    made, time_of = coarse_arrivals(trace, outputs=not one_by_one), coarse(H200_8B)
+    made, time_of = coarse_arrivals(trace, speed=speed, outputs=not one_by_one), coarse(H200_8B)
     report = simulate(made, scheduler, time_of, clock=Clock())
     total = sum(len(r.hashes) for r in trace)
     cached = sum(life.usage.cached for life in report.lives if life.usage is not None) // COARSE_BLOCK

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,21 +42,20 @@ class Sample(NamedTuple):
 def watched(engine: Engine) -> Iterator[list[Sample]]:
     """The steps that the engine takes meanwhile."""
     samples: list[Sample] = []
-    planned: list[float] = []
+    planned: deque[float] = deque()
     scheduler, schedule, commit = engine.scheduler, engine.scheduler.schedule, engine.scheduler.commit
     done = 0.0
 
     def schedule_watched() -> Plan | None:
         plan = schedule()
-        planned.append(time.perf_counter())
-        if plan is None:
-            planned.pop()
+        if plan is not None:
+            planned.append(time.perf_counter())
         return plan
 
     def commit_watched(plan: Plan, results: Any) -> Any:
         nonlocal done
         now = time.perf_counter()
-        samples.append(Sample(work_of(plan, engine.buckets), len(plan.rows), plan.num_tokens, now - max(done, planned.pop(0))))
+        samples.append(Sample(work_of(plan, engine.buckets), len(plan.rows), plan.num_tokens, now - max(done, planned.popleft())))
         done = now
         return commit(plan, results)
 
@@ -63,12 +63,12 @@ def watched(engine: Engine) -> Iterator[list[Sample]]:
     try:
         yield samples
     finally:
-        scheduler.schedule, scheduler.commit = schedule, commit
+        del scheduler.schedule, scheduler.commit
 
 
 def run(engine: Engine, arrivals: Sequence[Arrival]) -> tuple[list[Sample], list[Life], float]:
     """The engine's steps, what became of each request, and the seconds until all were done. Requests come when they are due."""
-    lives = {arrival.request.id: Life(arrival.request, arrival.at) for arrival in arrivals}
+    lives = {arrival.request.id: Life(arrival.request.id, 0, arrival.request.service, arrival.at) for arrival in arrivals}
     waiting = list(reversed(arrivals))
     start = time.perf_counter()
     with watched(engine) as samples:

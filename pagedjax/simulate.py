@@ -19,7 +19,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.errors import UserError, check
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.plan import Plan, RowResult
-from pagedjax.host.request import FinishReason, Request, TokenEvent, Usage
+from pagedjax.host.request import FinishReason, Request, Service, TokenEvent, Usage
 from pagedjax.host.scheduler import Scheduler, Stats
 from pagedjax.host.step_time import StepTime, Work
 
@@ -49,9 +49,11 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class Life:
-    """What became of one sequence. Times in seconds of the clock; None: did not happen."""
+    """What became of one sequence. Times in seconds of the clock; None: did not happen. Prompts are not kept: an hour has a GB."""
 
-    request: Request
+    id: str
+    index: int
+    service: Service
     arrival: float
     entered: float | None = None  # first took a lane
     first: float | None = None  # first token
@@ -63,7 +65,8 @@ class Life:
 class Refusal(NamedTuple):
     """A request that the scheduler did not take."""
 
-    request: Request
+    id: str
+    service: Service
     at: float
     kind: str  # of the error
     reason: str
@@ -201,23 +204,24 @@ class _Run:
     clock: Clock
     lives: dict[int, Life] = field(default_factory=dict)  # by number: ids may come again
     live: dict[tuple[str, int], int] = field(default_factory=dict)
-    ends: dict[str, int] = field(default_factory=dict)  # by id: the length at which the model stops, if that is before max_len
+    ends: dict[tuple[str, int], int] = field(default_factory=dict)  # the lengths at which models stop, if that is before max_len
     refusals: list[Refusal] = field(default_factory=list)
     gaps: array = field(default_factory=lambda: array("d"))
 
     def add(self, arrival: Arrival) -> None:
         request = arrival.request
+        may_stop = arrival.output is None or STOP in request.stop_ids
+        check(may_stop, f"request {request.id} must have {STOP} among its stop_ids; got {request.stop_ids}")
         try:
             self.scheduler.add(request)
         except UserError as error:
-            self.refusals.append(Refusal(request, arrival.at, type(error).__name__, str(error)))
+            self.refusals.append(Refusal(request.id, request.service, arrival.at, type(error).__name__, str(error)))
             return
         for index in range(request.params.n):
             self.live[request.id, index] = len(self.lives)
-            self.lives[len(self.lives)] = Life(request, arrival.at)
-        if arrival.output is not None:
-            check(STOP in request.stop_ids, f"request {request.id} must have {STOP} among its stop_ids; got {request.stop_ids}")
-            self.ends[request.id] = len(request.prompt) + arrival.output
+            self.lives[len(self.lives)] = Life(request.id, index, request.service, arrival.at)
+            if arrival.output is not None:
+                self.ends[request.id, index] = len(request.prompt) + arrival.output
 
     def enter(self, name: str, index: int) -> None:
         life = self.lives[self.live[name, index]]
@@ -230,7 +234,9 @@ class _Run:
             return [_outputs(row.steps) for row in plan.rows]
         made = []
         for row in plan.rows:
-            left = self.ends.get(row.request_id, 0) - row.start - row.count  # tokens from the first sampled one to STOP
+            left = (
+                self.ends.get((row.request_id, row.index), 0) - row.start - row.count
+            )  # tokens from the first sampled one to STOP
             made.append(RowResult((OUTPUT,) * (left - 1) + (STOP,)) if 0 < left <= row.steps else _outputs(row.steps))
         return made
 
@@ -247,8 +253,7 @@ class _Run:
             if event.finish is not None:
                 life.finish, life.usage = event.finish, event.usage
                 del self.live[event.request_id, event.index]
-                if not any((event.request_id, i) in self.live for i in range(life.request.params.n)):
-                    self.ends.pop(event.request_id, None)
+                self.ends.pop((event.request_id, event.index), None)
 
 
 @cache

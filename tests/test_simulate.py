@@ -105,7 +105,7 @@ def test_an_early_stop_needs_a_stop_id() -> None:
 def test_who_is_refused_and_why() -> None:
     many = [Arrival(0, request(f"{i}", 4, 1, first=10 * i)) for i in range(1, 5)]
     report = run(Arrival(0, request("long", 64, 1)), *many)
-    assert [(r.request.id, r.kind) for r in report.refusals] == [("long", "UserError"), ("4", "QueueFull")]
+    assert [(r.id, r.kind) for r in report.refusals] == [("long", "UserError"), ("4", "QueueFull")]
     assert "must be shorter than max_model_len 64; got 64 tokens" in report.refusals[0].reason
     assert len(report.lives) == 3 and all(life.finish == "length" for life in report.lives)
     assert summary(report)["requests"] == {"finished": 3, "refused": 2, "ended": {"length": 3}}
