@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 
 from bench.traces import AZURE, MOONCAKE, SHAREGPT_MEANS, ideal_hit_rate, with_means
-from pagedjax.commands.simulate import H200_8B
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.request import Request
 from pagedjax.host.scheduler import Scheduler
-from pagedjax.host.step_time import StepTime, from_data_sheet
+from pagedjax.host.step_time import H200_8B, StepTime, from_data_sheet
 from pagedjax.simulate import Arrival, Clock, Report, Slots, simulate, spread, summary
 from pagedjax.traces import HASH_BLOCK, OWN_TOKENS, Traced, arrivals, hashed_prompt, params_of, read_trace
 

@@ -14,20 +14,10 @@ from pagedjax.buckets import make_buckets
 from pagedjax.config import BucketConfig, CacheConfig, EngineConfig, ScheduleConfig, resolve_schedule
 from pagedjax.errors import UserError, check
 from pagedjax.flags import engine_config
-from pagedjax.host.step_time import StepTime, from_data_sheet, from_json, to_json
+from pagedjax.host.step_time import H200_8B, StepTime, from_json, to_json
 from pagedjax.simulate import Clock, Report, make_scheduler, simulate, summary
 from pagedjax.traces import Traced, arrivals, read_trace, scaled
 
-# A model of 8.03 billion parameters like Llama 3.1 8B (32 layers, 32 heads and 8 kv heads of width 128) in bfloat16 on an H200, at
-# 80 % of its bandwidth and 60 % of its dense bfloat16 operations.
-H200_8B = from_data_sheet(
-    weight_bytes=2 * 8.03e9,
-    kv_bytes=2 * 2 * 32 * 8 * 128,
-    token_flops=2 * 8.03e9,
-    pair_flops=4 * 32 * 32 * 128,
-    bandwidth=0.8 * 4.8e12,
-    flops=0.6 * 989e12,
-)
 TIMES = {
     "queued": "until it runs",
     "first_token": "until its first token",

@@ -65,6 +65,18 @@ def from_data_sheet(
     )
 
 
+# A model of 8.03 billion parameters like Llama 3.1 8B (32 layers, 32 heads and 8 kv heads of width 128) in bfloat16 on an H200, at
+# 80 % of its bandwidth and 60 % of its dense bfloat16 operations.
+H200_8B = from_data_sheet(
+    weight_bytes=2 * 8.03e9,
+    kv_bytes=2 * 2 * 32 * 8 * 128,
+    token_flops=2 * 8.03e9,
+    pair_flops=4 * 32 * 32 * 128,
+    bandwidth=0.8 * 4.8e12,
+    flops=0.6 * 989e12,
+)
+
+
 def fit(samples: Iterable[tuple[Work, float]]) -> StepTime:
     """The step time with the least squared error in seconds over measured (work, seconds). UserError for too few samples."""
     pairs = list(samples)
