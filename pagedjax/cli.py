@@ -14,11 +14,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from pagedjax.config import BucketConfig, ScheduleConfig
 from pagedjax.errors import UserError
 from pagedjax.flags import engine_flags, sampling_flags
 
 EngineFlags: Any = engine_flags()
 GenerateFlags: Any = sampling_flags(max_tokens=256)
+ScheduleFlags: Any = engine_flags(ScheduleConfig, "schedule.")
+BucketFlags: Any = engine_flags(BucketConfig, "buckets.")
 ChatFlags: Any = sampling_flags(max_tokens=None, without=("n", "logprobs", "prompt_logprobs"))
 
 Model = Annotated[
@@ -87,7 +90,49 @@ class Doctor:
     compile_cache: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = EngineFlags().compile_cache  # folder of the compilation cache
 
 
-COMMANDS: dict[str, Any] = {"generate": Generate, "chat": Chat, "compile": Compile, "convert": Convert, "doctor": Doctor}
+@dataclass(frozen=True)
+class Simulate:
+    """Replay recorded traffic through the scheduler and the block pool, without a model or a device, in virtual time. What is left
+    at 0 is decided as on a GPU."""
+
+    trace: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="FILE",
+            help="A .csv file like the Azure LLM traces (TIMESTAMP, ContextTokens, GeneratedTokens), or a .jsonl file like the "
+            "Mooncake traces (timestamp, input_length, output_length, hash_ids); plain, .gz or .xz.",
+        ),
+    ]
+    num_blocks: int = 8192  # blocks of the pool
+    block_size: int = 64  # P, tokens in a block; a power of two
+    prefix_caching: bool = True  # start from blocks that already hold the beginning of a prompt
+    step_time: Annotated[
+        str,
+        tyro.conf.arg(
+            metavar="FILE",
+            help="A JSON object with the seconds per_pass, per_token, per_row, per_context, per_pair, as bench.simulate fits them.",
+            help_behavior_hint="(default: 8B parameters by the data sheet of an H200)",
+        ),
+    ] = ""
+    speed: float = 1.0  # requests come this many times as fast as they were recorded
+    scale: float = 1.0  # prompts and outputs are this many times as long; 1 for a trace with hash_ids
+    limit: Annotated[
+        int | None,
+        tyro.conf.arg(metavar="INT", help="Only so many requests of the trace.", help_behavior_hint="(default: all)"),
+    ] = None
+    json: bool = False  # print one JSON object
+    schedule: Annotated[Any, tyro.conf.arg(constructor=ScheduleFlags)] = field(default_factory=ScheduleFlags)
+    buckets: Annotated[Any, tyro.conf.arg(constructor=BucketFlags)] = field(default_factory=BucketFlags)
+
+
+COMMANDS: dict[str, Any] = {
+    "generate": Generate,
+    "chat": Chat,
+    "compile": Compile,
+    "convert": Convert,
+    "doctor": Doctor,
+    "simulate": Simulate,
+}
 
 
 def parse(args: Sequence[str]) -> Any:

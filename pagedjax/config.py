@@ -254,24 +254,28 @@ def resolve(config: EngineConfig, model: ModelConfig, platform: Literal["cpu", "
     """The configuration with every zero and "auto" decided, but for the pool's size, which depends on free memory. `dtype` is
     that of the weights, which depends on the file unless it is set."""
     on_cpu = platform == "cpu"
-    schedule = config.schedule
     check(
-        schedule.max_model_len <= model.max_positions,
-        f"max_model_len must be at most the model's {model.max_positions} positions; got {schedule.max_model_len}",
+        config.schedule.max_model_len <= model.max_positions,
+        f"max_model_len must be at most the model's {model.max_positions} positions; got {config.schedule.max_model_len}",
     )
     longest = min(model.max_positions, 4096) if on_cpu else model.max_positions
-    lanes = schedule.max_num_seqs or (32 if on_cpu else 256)
     return replace(
         config,
         dtype=dtype,
         cache=replace(config.cache, block_size=config.cache.block_size or default_block_size(platform)),
-        schedule=replace(
-            schedule,
-            max_model_len=schedule.max_model_len or longest,
-            max_num_seqs=lanes,
-            max_num_batched_tokens=schedule.max_num_batched_tokens or max(512 if on_cpu else 2048, 2 * lanes),
-            decode_steps=schedule.decode_steps or (1 if on_cpu else 8),
-        ),
+        schedule=resolve_schedule(config.schedule, longest, on_cpu=on_cpu),
+    )
+
+
+def resolve_schedule(schedule: ScheduleConfig, longest: int, *, on_cpu: bool) -> ScheduleConfig:
+    """The schedule with every zero decided; `longest` is the max_model_len where none is asked for, tokens."""
+    lanes = schedule.max_num_seqs or (32 if on_cpu else 256)
+    return replace(
+        schedule,
+        max_model_len=schedule.max_model_len or longest,
+        max_num_seqs=lanes,
+        max_num_batched_tokens=schedule.max_num_batched_tokens or max(512 if on_cpu else 2048, 2 * lanes),
+        decode_steps=schedule.decode_steps or (1 if on_cpu else 8),
     )
 
 

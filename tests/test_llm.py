@@ -228,17 +228,17 @@ def test_a_task_cancelled_while_it_submits_leaves_nothing(llm: LLM, monkeypatch:
 
 
 def test_submitting_without_blocking_the_event_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask(name: str) -> str:
-        request = replace(llm.request("Once upon a time", GREEDY), id=name)
+    async def ask(name: str, n: int = 1) -> str:
+        request = replace(llm.request("Once upon a time", replace(GREEDY, n=n)), id=name)
         return "".join([piece.text async for piece in await llm.loop.submit_async(request)])
 
     async def ask_all() -> list[str]:
         return await asyncio.gather(ask("mine"), ask("yours"))
 
     assert asyncio.run(ask_all()) == [llm.generate("Once upon a time", GREEDY)[0].outputs[0].text] * 2
-    monkeypatch.setattr(llm.engine.scheduler, "max_queued", 0)
-    with pytest.raises(QueueFull, match="request theirs: the queue may hold 0 sequences; 0 wait, 1 more came"):
-        asyncio.run(ask("theirs"))
+    monkeypatch.setattr(llm.engine.scheduler, "max_queued", 1)
+    with pytest.raises(QueueFull, match="request theirs: the queue may hold 1 sequences; 0 wait, 2 more came"):
+        asyncio.run(ask("theirs", 2))
 
 
 def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:

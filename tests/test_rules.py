@@ -57,6 +57,8 @@ NO_JAX = (
     "pagedjax.host",
     "pagedjax.pack",
     "pagedjax.wire",
+    "pagedjax.simulate",
+    "pagedjax.traces",
 )
 OUTSIDE = {"pallas_kernels": ("jax", "numpy")}  # all that may be imported beside the standard library
 
