@@ -229,6 +229,7 @@ class EngineConfig:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: as in the file on TPU and GPU, float32 on CPU
     seed: int = 0  # seeds of requests that bring none are drawn from it
+    debug: bool = False  # slow: fresh blocks are poisoned, a guard block and who owns what are checked after every step
     compile_cache: str = "~/.cache/pagedjax"  # folder of the persistent compilation cache; "" for none
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

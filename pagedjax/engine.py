@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from pagedjax.buckets import Bucket, make_buckets, pick
 from pagedjax.config import EngineConfig, ModelConfig
+from pagedjax.debug import PoolWatch
 from pagedjax.device.compile import (
     Compiled,
     compilations_of_this_thread,
@@ -94,16 +95,20 @@ class Engine:
         places = swap_places(config, layout.cfg, mesh.devices.flat[0].platform)
         state = self._abstract_state(spec, num_blocks)
         start = time.perf_counter()
-        self.executables, others = self._compile(spec, state, places > 0, progress)
+        self.executables, others = self._compile(spec, state, places > 0 or config.debug, progress)
         self._write_lane = others["set_lane"]
         self.host_tier = HostTier(others["read_block"].call, others["write_block"].call, places) if places else None
+        moves = (others["read_block"].call, others["write_block"].call) if config.debug else None
         self.compile_seconds = time.perf_counter() - start
         release_freed()
         # Zeros, not undefined memory: what a masked slot holds must be finite.
         self.state: DeviceState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), state)
-        pool = BlockPool(num_blocks) if config.cache.reserve == "paged" else BuddyPool(num_blocks)
+        self._watch = PoolWatch(*moves, self.state.kv.shape, kv_dtype(config), mesh) if moves else None
+        if self._watch is not None:
+            num_blocks -= 1  # the guard
+            self.state = replace(self.state, kv=self._watch.start(self.state.kv))
         self.scheduler = Scheduler(
-            pool,
+            BlockPool(num_blocks) if config.cache.reserve == "paged" else BuddyPool(num_blocks),
             block_size=size,
             max_model_len=schedule.max_model_len,
             num_lanes=schedule.max_num_seqs,
@@ -117,6 +122,7 @@ class Engine:
             preemption=config.schedule.preemption,
             service=service_rules(config.queue),
             swap_seconds=self._measure_swap(),
+            debug=config.debug,
         )
         self.padding = Padding()
         self.compilations_after_start = 0
@@ -167,6 +173,9 @@ class Engine:
             seconds = now - max(done.dispatched, self._ready)  # the device runs one step after the other
             self._ready = now
             events += self.scheduler.commit(done.plan, results, seconds)
+        if self._watch is not None:
+            self._watch.check(self.state.kv)
+            self.scheduler.check()
         return events
 
     def seconds_idle(self) -> float:
@@ -180,17 +189,17 @@ class Engine:
         if self.host_tier is None:
             return None
         there = (Swap(0, 0),)  # the scrap block, and the place that is never given out
-        self._swap(Plan((), (), 1, swap_out=there, swap_in=there))
+        self._move(Plan((), (), 1, swap_out=there, swap_in=there))
         jax.block_until_ready(self.state.kv)
         start = time.perf_counter()
-        self._swap(Plan((), (), 1, swap_out=there, swap_in=there))
+        self._move(Plan((), (), 1, swap_out=there, swap_in=there))
         jax.block_until_ready(self.state.kv)
         return (time.perf_counter() - start) / 2
 
     def _dispatch(self, plan: Plan) -> None:
         before = compilations_of_this_thread()
-        if plan.swap_out or plan.swap_in:
-            self._swap(plan)
+        if plan.swap_out or plan.swap_in or plan.fresh:
+            self._move(plan)
         for entry in plan.entries:
             self._set_lane(entry)
         bucket = pick(self.buckets, plan.num_tokens, len(plan.rows), steps=plan.steps)
@@ -205,11 +214,17 @@ class Engine:
         if self.compilations_after_start:
             raise RuntimeError(f"bucket {bucket} was compiled after start; every shape must be compiled before")
 
-    def _swap(self, plan: Plan) -> None:
-        """Moves blocks out, then back; neither waits for the device."""
-        assert self.host_tier is not None, "a plan swaps, but there is no host memory for it"
-        self.host_tier.swap_out(self.state.kv, plan.swap_out)
-        self.state = replace(self.state, kv=self.host_tier.swap_in(self.state.kv, plan.swap_in))
+    def _move(self, plan: Plan) -> None:
+        """Moves blocks out, then back; neither waits for the device. In debug mode fresh blocks are poisoned in between."""
+        swaps, tier, kv = plan.swap_out or plan.swap_in, self.host_tier, self.state.kv
+        assert tier is not None or not swaps, "a plan swaps, but there is no host memory for it"
+        if tier is not None:
+            tier.swap_out(kv, plan.swap_out)
+        if self._watch is not None:
+            kv = self._watch.poison(kv, plan.fresh)
+        if tier is not None:
+            kv = tier.swap_in(kv, plan.swap_in)
+        self.state = replace(self.state, kv=kv)
 
     def _set_lane(self, entry: Entry) -> None:
         buffer = pack_lane(entry, self._lane_fields)

@@ -17,7 +17,8 @@ class HostTier:
     def __init__(self, read: Callable[..., Any], write: Callable[..., Any], num_places: int):
         """`read` and `write` are compile.lower_read_block and lower_write_block, compiled."""
         self._read, self._write = read, write
-        self.places: list[jax.Array | None] = [None] * num_places  # [J, 2, K, P, D'] each
+        # [J, 2, K, P, D'] each; place 0 is never given out, as block 0 is not
+        self.places: list[jax.Array | None] = [None] * (num_places + 1)
 
     def swap_out(self, kv: jax.Array, swaps: Iterable[Swap]) -> None:
         """Copies blocks of the pool to their places."""
@@ -35,7 +36,7 @@ class HostTier:
 
     @property
     def num_places(self) -> int:
-        return len(self.places)
+        return len(self.places) - 1
 
     @property
     def bytes_held(self) -> int:

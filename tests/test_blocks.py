@@ -194,21 +194,10 @@ def test_a_place_that_holds_nothing(stories_engine: Callable[..., Engine]) -> No
         dispatch(engine, swap_in=(Swap(3, 4),))
 
 
-@pytest.mark.parametrize(
-    ("copies", "message"),
-    [
-        ((Copy(1, 2), Copy(2, 3)), "copies that depend"),
-        ((Copy(1, 3), Copy(2, 3)), "copies that depend"),
-        ((Copy(4, 4),), "copies that depend"),
-        ((Copy(4, 0),), "copies that depend"),
-        ((Copy(1, 5), Copy(1, 6), Copy(1, 7)), "3 copies in a bucket with room for 2"),
-    ],
-    ids=["a target is a source", "a target twice", "to itself", "to the scrap block", "too many"],
-)
-def test_copies_that_cannot_be_packed(copies: tuple[Copy, ...], message: str) -> None:
+def test_copies_that_cannot_be_packed() -> None:
     bucket = Bucket(2, 2)
-    with pytest.raises(AssertionError, match=message):
-        pack(Plan((), (), 1, copies), bucket, step_fields(bucket, 1, 4), 4)
+    with pytest.raises(AssertionError, match="3 copies in a bucket with room for 2"):
+        pack(Plan((), (), 1, (Copy(1, 5), Copy(1, 6), Copy(1, 7))), bucket, step_fields(bucket, 1, 4), 4)
 
 
 def test_copies_come_before_their_padding() -> None:

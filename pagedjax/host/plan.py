@@ -54,7 +54,7 @@ class Plan:
     """One dispatch. Rows with one token come first.
 
     Its parts happen in this order: swap_out (pool to host memory), swap_in (back), copies, then the step; each reads what the one
-    before it left.
+    before it left. `fresh` is only filled in debug mode, where these blocks are poisoned before anything comes in.
     """
 
     rows: tuple[Row, ...]
@@ -63,6 +63,7 @@ class Plan:
     copies: tuple[Copy, ...] = ()
     swap_out: tuple[Swap, ...] = ()
     swap_in: tuple[Swap, ...] = ()
+    fresh: tuple[int, ...] = ()  # blocks that were given out
 
     @property
     def num_tokens(self) -> int:

@@ -43,11 +43,12 @@ class Scheduler:
         preemption: Preemption = "auto",
         service: ServiceRules | None = None,
         swap_seconds: float | None = None,
+        debug: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         """token_budget is above num_lanes (ScheduleConfig checks it). max_queued counts sequences: n for a request. windows: of
-        each layer group. host_blocks: places in host memory. swap_seconds: that a block takes there, or back, as measured. clock:
-        seconds."""
+        each layer group. host_blocks: places in host memory. swap_seconds: that a block takes there, or back, as measured. debug:
+        plans say which blocks are fresh. clock: seconds."""
         self.tables = BlockTables(
             pool,
             block_size,
@@ -56,6 +57,7 @@ class Scheduler:
             prefix_caching=prefix_caching,
             reserve=reserve,
             places=host_blocks,
+            debug=debug,
         )
         self.pool, self.block_size, self.max_model_len = pool, block_size, max_model_len
         self.token_budget, self.max_queued = token_budget, max_queued
@@ -193,9 +195,9 @@ class Scheduler:
         if not step.rows:
             return None  # what was to be copied or swapped goes with the next plan
         step.rows.sort(key=lambda row: row.count > 1)  # stable: rows with one token first
-        copies, swap_out, swap_in = self.tables.take_moves()
+        moves = self.tables.take_moves()
         steps = max([row.steps for row in step.rows] + [1])
-        plan = Plan(tuple(step.rows), tuple(step.entries), steps, copies, swap_out, swap_in)
+        plan = Plan(tuple(step.rows), tuple(step.entries), steps, *moves)
         self._count(plan)
         return plan
 

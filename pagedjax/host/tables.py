@@ -41,6 +41,7 @@ class BlockTables:
         prefix_caching: bool = True,
         reserve: Reserve = "paged",
         places: int = 0,
+        debug: bool = False,
     ):
         self.pool, self.size, self.windows = pool, block_size, windows
         self.reserve: Reserve = reserve
@@ -55,6 +56,7 @@ class BlockTables:
         self._swap_out: list[Swap] = []
         self._swap_in: list[Swap] = []
         self._lent: list[int] = []  # places that the plan in the making reads
+        self._fresh: list[int] | None = [] if debug else None  # blocks that it gave out
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -116,7 +118,7 @@ class BlockTables:
         if sequence.forked:
             at = sequence.num_scheduled // self.size
             for group in list(self._others_tails(sequence)):
-                (block,) = self.pool.allocate(1)
+                (block,) = self._allocate(1)
                 self._copies.append(Copy(sequence.blocks[group][at], block))
                 self.pool.release([sequence.blocks[group][at]])
                 sequence.blocks[group][at] = sequence.table[group, at] = block
@@ -125,7 +127,7 @@ class BlockTables:
         for group, blocks in enumerate(sequence.blocks):
             held = len(blocks)
             if want > held:
-                blocks += self.pool.allocate(want - held)
+                blocks += self._allocate(want - held)
                 sequence.table[group, held:want] = blocks[held:]
 
     def _others_tails(self, sequence: Sequence) -> Iterator[int]:
@@ -217,7 +219,7 @@ class BlockTables:
         """The sequence holds what was found; where sequences reserve, its run."""
         if self.reserve != "paged":
             sequence.reserved = self._run(sequence)
-            sequence.blocks[0] += self.pool.allocate(self.blocks_for(sequence.reserved))
+            sequence.blocks[0] += self._allocate(self.blocks_for(sequence.reserved))
             sequence.table[0, : len(sequence.blocks[0])] = sequence.blocks[0]
             return
         for blocks in found.blocks:  # all of them before any block is given out, which may push others out
@@ -232,7 +234,7 @@ class BlockTables:
         self.publish(sequence, found.num_tokens)
 
     def _bring_back(self, place: int) -> int:
-        (block,) = self.pool.allocate(1)
+        (block,) = self._allocate(1)
         self._swap_in.append(Swap(block, place))
         return block
 
@@ -330,7 +332,7 @@ class BlockTables:
         """What was kept, behind the blocks it has started from."""
         for group, places in enumerate(sequence.places):
             own = sequence.blocks[group]
-            new = iter(self.pool.allocate(sum(place > 0 for place in places)))
+            new = iter(self._allocate(sum(place > 0 for place in places)))
             own += [next(new) if place else 0 for place in places]
             sequence.table[group, : len(own)] = own
             kept = zip(own[sequence.behind :], places, strict=True)
@@ -343,10 +345,18 @@ class BlockTables:
         self.places.release(place for places in sequence.places for place in places if place)
         sequence.places.clear()
 
-    def take_moves(self) -> tuple[tuple[Copy, ...], tuple[Swap, ...], tuple[Swap, ...]]:
-        """(copies, swap_out, swap_in) of the plan that was made, and those of the next one begin."""
-        moves = tuple(self._copies), tuple(self._swap_out), tuple(self._swap_in)
+    def _allocate(self, count: int) -> list[int]:
+        blocks = self.pool.allocate(count)
+        if self._fresh is not None:
+            self._fresh += blocks
+        return blocks
+
+    def take_moves(self) -> tuple[tuple[Copy, ...], tuple[Swap, ...], tuple[Swap, ...], tuple[int, ...]]:
+        """(copies, swap_out, swap_in, fresh) of the plan that was made, and those of the next one begin."""
+        moves = tuple(self._copies), tuple(self._swap_out), tuple(self._swap_in), tuple(self._fresh or ())
         self._copies, self._swap_out, self._swap_in = [], [], []
+        if self._fresh:
+            self._fresh.clear()
         self.places.release(self._lent)
         self._lent = []
         return moves

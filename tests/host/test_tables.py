@@ -85,7 +85,7 @@ def test_a_fork_at_a_full_block_copies_nothing() -> None:
     b.num_scheduled = 8
     made.grow(a, 9)
     made.grow(b, 9)
-    assert made.take_moves() == ((), (), ())
+    assert made.take_moves() == ((), (), (), ())
     assert a.blocks[0][:2] == b.blocks[0][:2] and a.blocks[0][2] != b.blocks[0][2]
     made.check([a, b])
 
@@ -103,7 +103,7 @@ def test_the_last_one_that_holds_a_block_writes_in_place() -> None:
     made.grow(a, 7)
     assert made.missing(c, 7) == 0
     made.grow(c, 7)
-    copies, _, _ = made.take_moves()
+    copies = made.take_moves()[0]
     assert [copy.source for copy in copies] == [shared, shared] and c.blocks[0][1] == shared
     assert {copy.target for copy in copies} == {a.blocks[0][1], b.blocks[0][1]}
     made.check([a, b, c])
