@@ -6,7 +6,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import kv_write, paged_attention, paged_decode
+from pallas_kernels import SharedPrefix, find_shared, kv_write, paged_attention, paged_decode
 
 
 @struct.dataclass
@@ -20,6 +20,17 @@ class Rows:
     context_lens: jax.Array  # i32[S]
     block_tables: jax.Array  # i32[S, B]
     mesh: Mesh = struct.field(pytree_node=False)
+    shared: SharedPrefix | None = None  # what several rows begin with
+
+
+FEWEST_ROWS = 8  # that are worth looking for a shared prefix: a second loop in each layer
+
+
+def shared_prefix(block_tables: jax.Array, context_lens: jax.Array, query_start: jax.Array, block_size: int) -> SharedPrefix | None:
+    """The `shared` of Rows."""
+    if block_tables.shape[0] < FEWEST_ROWS:
+        return None
+    return find_shared(block_tables, context_lens, query_start[1:] - query_start[:-1], block_size)
 
 
 def attend(
@@ -36,23 +47,24 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """(f32[T, H, D], the pool with this layer's new tokens). The write comes first: rows of one step may read each other."""
     num_rows = rows.context_lens.shape[0]
+    shared = rows.shared if window is None else None
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
 
-    def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode):
+    def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode, shared):
         kv = kv_write(kv, k, v, layer, slots, num_rows=num_rows)
         q = q.astype(kv.dtype)
         if q.shape[0] == num_rows:  # a decode bucket
-            out = paged_decode(q, kv, layer, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap)
+            out = paged_decode(q, kv, layer, block_tables, context_lens, shared=shared, **options)
         else:
-            out = paged_attention(
-                q, kv, layer, block_tables, context_lens, query_start, num_decode, scale=scale, window=window, soft_cap=soft_cap
-            )
+            rest = block_tables, context_lens, query_start, num_decode
+            out = paged_attention(q, kv, layer, *rest, shared=shared, **options)
         assert isinstance(out, jax.Array)
         return out.astype(jnp.float32), kv
 
     if rows.mesh.size > 1:
         head, pool = P(None, "model", None), P(None, None, None, "model", None, None)
         local = jax.shard_map(
-            local, mesh=rows.mesh, in_specs=(head, head, head, pool, *[P()] * 6), out_specs=(head, pool), check_vma=False
+            local, mesh=rows.mesh, in_specs=(head, head, head, pool, *[P()] * 7), out_specs=(head, pool), check_vma=False
         )
     layer = jnp.asarray(layer, jnp.int32)
-    return local(q, k, v, kv, layer, rows.slots, rows.block_tables, rows.context_lens, rows.query_start, rows.num_decode)
+    return local(q, k, v, kv, layer, rows.slots, rows.block_tables, rows.context_lens, rows.query_start, rows.num_decode, shared)

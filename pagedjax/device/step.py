@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pagedjax.config import ModelConfig
-from pagedjax.device.attention import Rows
+from pagedjax.device.attention import Rows, shared_prefix
 from pagedjax.device.sample import Sampled, gather_lanes, sample, score
 from pagedjax.device.sharding import by_vocab, replicated
 from pagedjax.limits import NUM_LOGPROBS
@@ -68,6 +68,7 @@ def one_pass(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) 
         num_decode=batch.num_decode,
         context_lens=context,
         block_tables=batch.block_tables[0],
+        shared=shared_prefix(batch.block_tables[0], context, batch.query_start, state.kv.shape[4]),
         mesh=spec.mesh,
     )
     hidden, kv = spec.model.forward(params, tokens, state.kv, rows, spec.cfg)
