@@ -23,7 +23,7 @@ class Rows:
     shared: SharedPrefix | None = None  # what several rows begin with
 
 
-FEWEST_ROWS = 8  # that are worth looking for a shared prefix: a second loop in each layer
+FEWEST_ROWS = 16  # that look for a shared prefix: it costs a second loop in each layer; with 8 rows it saves 10 % of a step
 
 
 def shared_prefix(block_tables: jax.Array, context_lens: jax.Array, query_start: jax.Array, block_size: int) -> SharedPrefix | None:
