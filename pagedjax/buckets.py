@@ -49,11 +49,11 @@ def make_buckets(config: EngineConfig, *, on_cpu: bool, one_row: bool) -> tuple[
     return tuple(sorted({*(Bucket(s, s) for s in sizes), *prefill}))
 
 
-def pick(buckets: Iterable[Bucket], tokens: int, rows: int, *, steps: int = 1) -> Bucket:
-    """The smallest bucket that holds the plan. A plan with as many tokens as rows may take a decode bucket, and must where it
-    has several steps: only those run more than one."""
+def pick(buckets: Iterable[Bucket], tokens: int, rows: int, *, steps: int = 1, scores: bool = False) -> Bucket:
+    """The smallest bucket that holds the plan. A plan with as many tokens as rows may take a decode bucket, unless it scores a
+    prompt, and must where it has several steps: only those run more than one."""
     for bucket in sorted(buckets):
-        fits = tokens == rows if bucket.is_decode else steps == 1
+        fits = tokens == rows and not scores if bucket.is_decode else steps == 1
         if fits and bucket.tokens >= tokens and bucket.rows >= rows:
             return bucket
     raise RuntimeError(f"no compiled bucket holds {tokens} tokens in {rows} rows; there are {', '.join(map(str, sorted(buckets)))}")

@@ -202,7 +202,8 @@ class Engine:
             self._move(plan)
         for entry in plan.entries:
             self._set_lane(entry)
-        bucket = pick(self.buckets, plan.num_tokens, len(plan.rows), steps=plan.steps)
+        scores = any(row.targets for row in plan.rows)
+        bucket = pick(self.buckets, plan.num_tokens, len(plan.rows), steps=plan.steps, scores=scores)
         buffer = pack(plan, bucket, self._fields[bucket], self.config.schedule.max_num_seqs)
         self.state, output = self.executables[bucket].call(self._params, self.state, buffer)
         output.tokens.copy_to_host_async()

@@ -7,6 +7,7 @@ what padding writes goes there and nothing reads it. Row lengths include the tok
 from collections.abc import Mapping
 
 from pallas_kernels.common.dispatch import Backend
+from pallas_kernels.common.shared import SharedPrefix, find_shared
 from pallas_kernels.kv_write import BACKENDS as KV_WRITE
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import BACKENDS as PAGED_ATTENTION
@@ -14,7 +15,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_decode import BACKENDS as PAGED_DECODE
 from pallas_kernels.paged_decode import paged_decode
 
-__all__ = ["OPS", "kv_write", "paged_attention", "paged_decode"]
+__all__ = ["OPS", "SharedPrefix", "find_shared", "kv_write", "paged_attention", "paged_decode"]
 
 OPS: Mapping[str, tuple[Backend, ...]] = {
     "kv_write": KV_WRITE,

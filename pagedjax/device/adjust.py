@@ -27,20 +27,17 @@ def allow_only(logits: jax.Array, rows: LaneState) -> jax.Array:
     return jnp.where(allowed | (rows.masked == 0)[:, None], logits, -jnp.inf)
 
 
-def ban_bad_words(logits: jax.Array, rows: LaneState, length: jax.Array) -> jax.Array:
-    """-inf for the last token of each bad word whose other tokens end the history, prompt included."""
+def ban(logits: jax.Array, rows: LaneState, length: jax.Array) -> jax.Array:
+    """-inf for the last token of each bad word whose other tokens end the history, prompt included, and for the stop ids of rows
+    that are shorter than min_len."""
     words = rows.bad_words  # [S, words, tokens], right-aligned
     back = words.shape[2] - 1
     at = length[:, None] - back + jnp.arange(back)
     tail = jnp.where(at < 0, -2, jnp.take_along_axis(rows.history, jnp.maximum(at, 0), axis=1))  # -2 equals no token
     completed = jnp.all((words[:, :, :-1] < 0) | (words[:, :, :-1] == tail[:, None]), axis=-1)
-    where, value = _spread(jnp.full(completed.shape, -jnp.inf), jnp.where(completed, words[:, :, -1], -1), logits.shape[1])
-    return logits.at[where].set(value, mode="drop")
-
-
-def ban_stops(logits: jax.Array, rows: LaneState, length: jax.Array) -> jax.Array:
-    """-inf for the stop ids of rows that are shorter than min_len."""
-    ids = jnp.where((length < rows.min_len)[:, None], rows.stop_ids, -1)
+    last = jnp.where(completed, words[:, :, -1], -1)
+    stops = jnp.where((length < rows.min_len)[:, None], rows.stop_ids, -1)
+    ids = jnp.concatenate([last, stops], axis=1)
     where, value = _spread(jnp.full(ids.shape, -jnp.inf), ids, logits.shape[1])
     return logits.at[where].set(value, mode="drop")
 
@@ -51,32 +48,30 @@ def add_bias(logits: jax.Array, rows: LaneState) -> jax.Array:
     return logits.at[where].add(value, mode="drop")
 
 
-def _counts(rows: LaneState, start: jax.Array, end: jax.Array, width: int) -> jax.Array:
-    """i32[S, V]: how often each token stands in history[s, start[s]:end[s]]."""
+def penalize(logits: jax.Array, rows: LaneState, length: jax.Array) -> jax.Array:
+    """Repetition, then presence and frequency.
+
+    Repetition divides positive logits of tokens seen in prompt or output by the penalty, multiplies the others (Keskar et al.
+    2019, arXiv 1909.05858, as in vLLM and Transformers). The others subtract frequency * count + presence * (count > 0), counted
+    in the output only (OpenAI's definition).
+    """
+    width = logits.shape[1]
     at = jnp.arange(rows.history.shape[1])
-    ids = jnp.where((at >= start[:, None]) & (at < end[:, None]), rows.history, -1)
-    where, ones = _spread(jnp.ones_like(ids), ids, width)
-    return jnp.zeros((ids.shape[0], width), jnp.int32).at[where].add(ones, mode="drop")
+    of_output = jnp.where(at >= rows.prompt_len[:, None], width, 0)  # counts of the output stand behind those of the prompt
+    ids = jnp.where(at < length[:, None], rows.history + of_output, -1)
+    where, ones = _spread(jnp.ones_like(ids), ids, 2 * width)
+    counts = jnp.zeros((ids.shape[0], 2 * width), jnp.int32).at[where].add(ones, mode="drop")
+    seen, count = counts[:, :width] + counts[:, width:] > 0, counts[:, width:]
 
-
-def penalize_repetition(logits: jax.Array, rows: LaneState, length: jax.Array) -> jax.Array:
-    """Divides positive logits of tokens seen in prompt or output by the penalty, multiplies the others (Keskar et al. 2019,
-    arXiv 1909.05858, as in vLLM and Transformers)."""
-    seen = _counts(rows, jnp.zeros_like(length), length, logits.shape[1]) > 0
-    penalty = rows.repetition[:, None]
-    changed = jnp.where(logits > 0, logits * (1 / rows.repetition)[:, None], logits * penalty)  # the reciprocal: see `scaled`
-    return jnp.where(seen & (penalty != 1), changed, logits)
-
-
-def penalize_output(logits: jax.Array, rows: LaneState, length: jax.Array) -> jax.Array:
-    """Subtracts frequency * count + presence * (count > 0), counted in the output only (OpenAI's definition)."""
-    count = _counts(rows, rows.prompt_len, length, logits.shape[1])
+    repetition = rows.repetition[:, None]
+    changed = jnp.where(logits > 0, logits * (1 / rows.repetition)[:, None], logits * repetition)  # the reciprocal: see `scaled`
+    logits = jnp.where(seen & (repetition != 1), changed, logits)
     penalty = rows.frequency[:, None] * count + rows.presence[:, None] * (count > 0)
     return jnp.where(penalty != 0, logits - penalty, logits)
 
 
 def adjusted(logits: jax.Array, rows: LaneState, length: jax.Array) -> jax.Array:
-    """All of it in order: allowed mask, bad words, min_len; biases; repetition, then presence and frequency.
+    """All of it in order: allowed mask; bad words and min_len; biases; penalties.
 
     Each is computed only in steps in which some row wants it.
     """
@@ -84,17 +79,15 @@ def adjusted(logits: jax.Array, rows: LaneState, length: jax.Array) -> jax.Array
     def either(flag: jax.Array, f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         return jax.lax.cond(jnp.any(flag), f, lambda v: v, x)
 
-    def ban_and_bias(x):
+    short = (length < rows.min_len)[:, None] & (rows.stop_ids >= 0)
+    banned = jnp.any(rows.bad_words[:, :, -1] >= 0, axis=1) | jnp.any(short, axis=1)
+    biased = jnp.any(rows.bias_ids >= 0, axis=1)
+
+    def restrict(x):
         x = either(rows.masked != 0, lambda v: allow_only(v, rows), x)
-        x = either(rows.bad_words[:, :, -1] >= 0, lambda v: ban_bad_words(v, rows, length), x)
-        x = either((length < rows.min_len)[:, None] & (rows.stop_ids >= 0), lambda v: ban_stops(v, rows, length), x)
-        return either(rows.bias_ids >= 0, lambda v: add_bias(v, rows), x)
+        x = either(banned, lambda v: ban(v, rows, length), x)
+        return either(biased, lambda v: add_bias(v, rows), x)
 
-    def penalize(x):
-        x = either(rows.repetition != 1, lambda v: penalize_repetition(v, rows, length), x)
-        return either((rows.presence != 0) | (rows.frequency != 0), lambda v: penalize_output(v, rows, length), x)
-
-    banned = (rows.masked != 0) | jnp.any(rows.bad_words[:, :, -1] >= 0, axis=1) | (length < rows.min_len)
+    x = either((rows.masked != 0) | banned | biased, restrict, logits)
     penalized = (rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0)
-    x = either(banned | jnp.any(rows.bias_ids >= 0, axis=1), ban_and_bias, logits)
-    return either(penalized, penalize, x)
+    return either(penalized, lambda v: penalize(v, rows, length), x)

@@ -36,7 +36,8 @@ class Sampled:
 def gather_lanes(lanes: LaneState, ids: jax.Array) -> LaneState:
     """The lanes ids i32[S], as rows. Where ids == R (padding): a plain greedy row that has stopped and switches on no branch."""
     count = lanes.last_tokens.shape[0]
-    rows = jax.tree.map(lambda x: jnp.take(x, jnp.minimum(ids, count - 1), axis=0), lanes)
+    inside = jnp.minimum(ids, count - 1)
+    rows = jax.tree.map(lambda x: jnp.asarray(x).at[inside].get(mode="promise_in_bounds", wrap_negative_indices=False), lanes)
     plain = {"stopped": True, "temperature": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0, "min_len": 0}
     plain |= {"masked": 0, "num_logprobs": -1, "stop_ids": -1, "bias_ids": -1, "bad_words": -1}
 
@@ -56,25 +57,34 @@ def first_max(x: jax.Array) -> jax.Array:
     return jnp.where(at < x.shape[1], at, 0)
 
 
-def _threefry_bits(key: jax.Array, width: int) -> jax.Array:
-    """u32[S, width] of keys u32[S, 2]; column i depends on the key and i alone.
+def _threefry(key: tuple[jax.Array, jax.Array], counter: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both words, u32, of Threefry-2x32 with 20 rounds on the counter (0, u32), for a key of two words; the three have one shape.
 
-    Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3: Threefry-2x32 with 20 rounds on the counter (0, i), both
-    words xored. Bit for bit `jax.random.bits` with jax_threefry_partitionable, but whatever that flag says, and written out so
-    that XLA fuses it: on CPU jax's own is a loop over arrays in memory (8.4 instead of 1.3 ms for [32, 32000]).
+    Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3. Written out so that XLA fuses it: on CPU jax's own is a loop
+    over arrays in memory (8.4 instead of 1.3 ms for [32, 32000]).
     """
-    zero = key[:, :1]
-    one = key[:, 1:]
-    keys = (zero, one, zero ^ one ^ np.uint32(0x1BD11BDA))
+    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
     rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    a = jnp.broadcast_to(keys[0], (key.shape[0], width))
-    b = keys[1] + jax.lax.broadcasted_iota(jnp.uint32, a.shape, 1)
+    a, b = keys[0], keys[1] + counter
     for group in range(5):
         for by in rotations[group % 2]:
             a = a + b
             b = a ^ ((b << by) | (b >> (32 - by)))
         a = a + keys[(group + 1) % 3]
         b = b + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return a, b
+
+
+def _random_bits(seed: jax.Array, folds: jax.Array, width: int) -> jax.Array:
+    """u32[S, width] of seeds u32[S, 2] with data u32[n, S] folded in, in order; column i depends on the key and i alone.
+
+    Bit for bit `jax.random.fold_in` and, whatever that flag says, `jax.random.bits` with jax_threefry_partitionable: both words
+    of a fold are the next key, the words of a column xored are its bits.
+    """
+    key, _ = jax.lax.scan(lambda key, data: (_threefry(key, data), None), (seed[:, 0], seed[:, 1]), folds)
+    shape = (seed.shape[0], width)
+    first, second = (jnp.broadcast_to(word[:, None], shape) for word in key)
+    a, b = _threefry((first, second), jax.lax.broadcasted_iota(jnp.uint32, shape, 1))
     return a ^ b
 
 
@@ -84,12 +94,7 @@ def gumbel(seed: jax.Array, sample: jax.Array, position: jax.Array, width: int) 
     -log(-log(1 - u)) with u on the grid of 2^-32 near 0, where the winners are, so that the noise of the likeliest draws is fine
     even over large vocabularies. Between -2.9 and 22.9.
     """
-
-    def fold(seed, sample, position):
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, sample), position))
-
-    bits = _threefry_bits(jax.vmap(fold)(seed, sample, position), width)
+    bits = _random_bits(seed, jnp.stack([sample, position]).astype(jnp.uint32), width)
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * np.float32(2**-32), np.float32(1 - 2**-24))
     return -jnp.log(-jnp.log1p(-u))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pagedjax.config import ModelConfig
-from pagedjax.device.attention import Rows
+from pagedjax.device.attention import Rows, shared_prefix
 from pagedjax.device.blocks import copy_blocks
 from pagedjax.device.sample import Sampled, gather_lanes, sample, score
 from pagedjax.device.sharding import by_vocab, replicated
@@ -30,22 +30,20 @@ class StepSpec:
 
 
 def run_step(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) -> tuple[DeviceState, StepOutput]:
-    """Copies blocks, once; then a decode bucket runs batch.steps passes (all but the first take their tokens from the lanes), any
-    other one."""
+    """Copies blocks, once; then a decode bucket runs batch.steps passes (all but the first take their tokens from the lanes) and
+    scores no prompt; any other runs one."""
     state = replace(state, kv=copy_blocks(state.kv, batch.copies))
-    rows, width = batch.lanes.shape[0], spec.max_steps
-    loops = width > 1 and batch.tokens.shape[0] == rows
+    decodes, width = batch.tokens.shape[0] == batch.lanes.shape[0], spec.max_steps
     out = empty_output(batch, width)
-    if not loops:
+    if width == 1 or not decodes:
         state, hidden, sampled = one_pass(params, state, batch, spec)
         out = record(out, sampled, 0)
-        return state, score_prompt(params, hidden, batch, out, spec)
+        return state, out if decodes else score_prompt(params, hidden, batch, out, spec)
 
     def body(carry):
         i, state, out, batch = carry
-        state, hidden, sampled = one_pass(params, state, batch, spec)
-        out = score_prompt(params, hidden, batch, record(out, sampled, i), spec)
-        return i + 1, state, out, advance(batch)
+        state, _, sampled = one_pass(params, state, batch, spec)
+        return i + 1, state, record(out, sampled, i), advance(batch)
 
     def more(carry):
         i, state, _, batch = carry
@@ -72,6 +70,7 @@ def one_pass(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) 
         num_decode=batch.num_decode,
         context_lens=context,
         block_tables=batch.block_tables,
+        shared=shared_prefix(batch.block_tables, context, batch.query_start, state.kv.shape[4]),
         mesh=spec.mesh,
     )
     hidden, kv = spec.model.forward(params, tokens, state.kv, rows, spec.cfg)
@@ -112,20 +111,18 @@ def find_slots(batch: StepInput, context_lens: jax.Array, block_size: int) -> ja
     row = jnp.minimum(row, batch.lanes.shape[0] - 1)
     block = batch.block_tables[:, row, batch.positions // block_size]
     real = (token < batch.query_start[-1]) & (context_lens[row] > 0)
-    return jnp.where(real, block * block_size + batch.positions % block_size, 0)
+    # Kept apart, or each layer's write computes all of it again.
+    return jax.lax.optimization_barrier(jnp.where(real, block * block_size + batch.positions % block_size, 0))
 
 
 def advance(batch: StepInput) -> StepInput:
     """The next decode step of the same rows: one position on, tokens from the lanes."""
     one = (batch.context_lens > 0).astype(jnp.int32)
-    count = batch.tokens.shape[0]
     return replace(
         batch,
         from_lane=jnp.where(one == 1, batch.lanes, -1),
         positions=batch.positions + one,
         context_lens=batch.context_lens + one,
-        score=jnp.zeros_like(batch.score),
-        targets=jnp.full((count,), -1, jnp.int32),
     )
 
 

@@ -39,6 +39,12 @@ def make_context(
     return Context(kv, tables, np.array(lens, np.int32))
 
 
+def share(context: Context, groups: dict[tuple[int, ...], int]) -> None:
+    """Lets the rows of each group begin with the same blocks: so many of the first one's."""
+    for rows, count in groups.items():
+        context.block_tables[list(rows), :count] = context.block_tables[rows[0], :count]
+
+
 def tolerance(dtype: str, values: np.ndarray) -> float:
     """The largest absolute error an attention op may make on a cache of this dtype, given the largest value in it."""
     top = float(np.nanmax(np.abs(values.astype(np.float64)), initial=0.0))

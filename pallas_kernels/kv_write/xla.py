@@ -11,8 +11,8 @@ def write_tokens(kv: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, sl
     """A scatter of tokens. With one token XLA:CPU re-lays the whole pool around the write, so a second one goes to slot 0."""
     if k.shape[0] == 1:
         k, v, slots = pad_axis(k, 0, 2), pad_axis(v, 0, 2), pad_axis(slots, 0, 2)
-    block_size = kv.shape[4]
-    block, place = slots // block_size, slots % block_size
+    block_size = jnp.int32(kv.shape[4])
+    block, place = lax.div(slots, block_size), lax.rem(slots, block_size)
     kv = kv.at[layer, block, 0, :, place].set(k, mode="promise_in_bounds")
     return kv.at[layer, block, 1, :, place].set(v, mode="promise_in_bounds")
 

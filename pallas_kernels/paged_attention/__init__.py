@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
+from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.reference import reference
 
@@ -28,6 +29,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    shared: SharedPrefix | None = None,
     backend: Literal["xla"] | None = None,
 ) -> jax.Array:
     """f32[T, H, D]: row s owns q[query_start[s]:query_start[s + 1]], the last positions of its context; each sees the context
@@ -41,6 +43,7 @@ def paged_attention(
     q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
     pool = check_pool(kv)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
+    check_shared(shared, window)
     check(q.shape[0] >= 1, f"q must hold at least one token; got {q.shape}")
     check_ints("query_start", query_start, (block_tables.shape[0] + 1,))
     check_ints("num_decode", num_decode, (1,))
@@ -58,4 +61,5 @@ def paged_attention(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks,
+        shared=shared,
     )

@@ -1,14 +1,18 @@
-"""paged_attention in XLA: decode rows together by paged_decode, the others by tiles of query tokens."""
+"""paged_attention in XLA: tiles of query tokens against stretches of context, then decode rows together as in paged_decode.
+
+What several rows begin with is attended to first, once, by tiles of all tokens whatever their row; then each row goes on by itself.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import LOWEST, MASKED, ceil_div, flat_blocks, pad_axis, scores, take_blocks
-from pallas_kernels.paged_decode.xla import decode, finish
+from pallas_kernels.common.layout import ceil_div, pad_axis, take
+from pallas_kernels.common.online import attend_span, empty_state, finish
+from pallas_kernels.common.shared import SharedPrefix
+from pallas_kernels.paged_decode.xla import attend_pairs
 
-QUERY_TILE = 128  # tokens
-CHUNK = 128  # tokens of context an iteration; 256 takes twice the time for 128 tokens on CPU
+QUERY_TILE = 64  # tokens; 128 is as fast for long rows and 10 % slower for rows of 32 tokens, 32 the other way round
 
 
 def attend(
@@ -24,93 +28,57 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    shared: SharedPrefix | None,
 ) -> jax.Array:
     """f32[T, H, D]; shapes as in the op."""
     tokens, heads, head_width = q.shape
-    rows = block_tables.shape[0]
-    q = q.astype(kv.dtype)
-    short = min(rows, tokens)
-    lens = jnp.where(jnp.arange(short) < num_decode[0], context_lens[:short], 0)
-    decoded, _ = decode(
-        q[:short], kv, layer, block_tables[:short], lens, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-    )
-
+    kv_heads, block_size, width = kv.shape[3:]
+    rows, group = block_tables.shape[0], heads // kv_heads
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     tile = min(QUERY_TILE, tokens)
     counts = query_start[1:] - query_start[:-1]
-    tiles = jnp.where(jnp.arange(rows) < num_decode[0], 0, ceil_div(counts, tile))
+    decodes = jnp.arange(rows) < num_decode[0]
+    tiles = jnp.where(decodes, 0, ceil_div(counts, tile))
     ends = jnp.cumsum(tiles)
-    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
+    first = jnp.int32(0)  # of the tiles of single rows
+    table, skip, seen = block_tables, jnp.zeros(rows, jnp.int32), jnp.full(tokens + tile, -1, jnp.int32)
+    if shared is not None:
+        table = jnp.concatenate([block_tables, shared.table[None]])
+        skip = jnp.where(shared.member, shared.count * block_size, 0)
+        number = jnp.arange(tokens + tile, dtype=jnp.int32)
+        row = jnp.sum(query_start[1:] <= number[:, None], axis=1, dtype=jnp.int32)
+        seen = jnp.where(row < rows, take(skip, jnp.minimum(row, rows - 1)), 0) - 1
+        first = jnp.where(shared.count > 0, ceil_div(query_start[-1], tile), 0)
+    q = pad_axis(pad_axis(q.astype(kv.dtype), 2, width), 0, tokens + tile)
+    q = q.reshape(tokens + tile, kv_heads, group, width).swapaxes(0, 1)
 
-    def one(i, out):
-        row = jnp.sum(ends <= i, dtype=jnp.int32)
-        begin = (i - ends[row] + tiles[row]) * tile  # of this tile among the row's tokens
-        start = query_start[row] + begin
-        part = lax.dynamic_slice_in_dim(padded, start, tile)
-        position = context_lens[row] - counts[row] + begin
-        live = counts[row] - begin
-        table = block_tables[row]
-        new = attend_tile(part, kv, layer, table, position, live, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-        old = lax.dynamic_slice_in_dim(out, start, tile)
-        new = jnp.where((jnp.arange(tile) < live)[:, None, None], new, old)
-        return lax.dynamic_update_slice_in_dim(out, new, start, 0)
-
-    out = jnp.pad(decoded, ((0, tokens + tile - short), (0, 0), (0, 0)))
-    return lax.fori_loop(0, ends[-1], one, out)[:tokens]
-
-
-def attend_tile(
-    q: jax.Array,
-    kv: jax.Array,
-    layer: jax.Array,
-    block_table: jax.Array,
-    position: jax.Array,
-    live: jax.Array,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-) -> jax.Array:
-    """f32[t, H, D] for t query tokens q [t, H, D] of one row at consecutive positions, `live` of them real.
-
-    block_table i32[B]; position i32: of the first token. A loop over chunks of blocks, from the window's first to the one of
-    the last live token.
-    """
-    tile, heads, head_width = q.shape
-    _, blocks, _, kv_heads, block_size, width = kv.shape
-    group = heads // kv_heads
-    per_chunk = max(1, min(CHUNK // block_size, block_table.shape[0]))
-    chunk = per_chunk * block_size
-    table = pad_axis(block_table, 0, -(-block_table.shape[0] // per_chunk) * per_chunk)
-    flat = flat_blocks(kv)
-    q = pad_axis(q, 2, width).reshape(tile, kv_heads, group, width).transpose(1, 0, 2, 3).reshape(kv_heads, tile * group, width)
-    query = jnp.repeat(position + jnp.arange(tile), group)
-    end = position + jnp.minimum(live, tile)
-    begin = jnp.int32(0) if window is None else jnp.maximum(position + 1 - window, 0)
-
-    def step(i, carry):
-        top, total, acc = carry
-        ids = lax.dynamic_slice_in_dim(table, i * per_chunk, per_chunk)
-        place = i * chunk + jnp.arange(chunk)
-        inside = (place >= begin) & (place < end)
-        ids = jnp.where(inside.reshape(per_chunk, block_size).any(1), ids, 0)
-        at = 2 * (layer * blocks + ids)
-        k, v = (take_blocks(flat, x).transpose(1, 0, 2, 3).reshape(kv_heads, chunk, width) for x in (at, at + 1))
-        seen = inside & (place <= query[:, None])
+    def one(i, state):
+        own = i >= first
+        row = jnp.minimum(jnp.sum(ends <= i - first, dtype=jnp.int32), rows - 1)
+        place = (i - first - take(ends - tiles, row)) * tile  # of this tile's first token among the row's new ones
+        start = jnp.where(own, take(query_start, row) + place, i * tile)
+        count, length = take(counts, row), take(context_lens, row)
+        at = place + jnp.arange(tile)
+        position = length - count + at
+        last = jnp.where(own, jnp.where(at < count, position, -1), lax.dynamic_slice_in_dim(seen, start, tile))
+        end = jnp.minimum(position[0] + tile, length)
+        begin = take(skip, row)
         if window is not None:
-            seen &= place > query[:, None] - window
-        s = scores(jnp.einsum("kqd,kcd->kqc", q, k, preferred_element_type=jnp.float32), scale, soft_cap)
-        s = jnp.where(seen, s, MASKED)
-        v = jnp.where(inside[:, None], v, 0)  # 0 * NaN is NaN
-        new_top = jnp.maximum(top, s.max(-1))
-        p = jnp.exp(s - new_top[..., None])
-        keep = jnp.exp(top - new_top)
-        acc = acc * keep[..., None] + jnp.einsum("kqc,kcd->kqd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return new_top, total * keep + p.sum(-1), acc
+            begin = jnp.maximum(begin, position[0] + 1 - window)
+        if shared is not None:
+            begin = jnp.where(own, begin, 0)
+            end = jnp.where(own, end, shared.count * block_size)
+        mine = tuple(lax.dynamic_slice_in_dim(x, start, tile, axis=1) for x in (q, *state))
+        ids = take(table, jnp.where(own, row, table.shape[0] - 1))
+        new = attend_span(mine[1:], mine[0], kv, layer, ids, last, begin, end, **options)
+        return tuple(lax.dynamic_update_slice_in_dim(x, part, start, axis=1) for x, part in zip(state, new, strict=True))
 
-    shape = (kv_heads, tile * group)
-    start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
-    top, total, acc = lax.fori_loop(begin // chunk, ceil_div(end, chunk), step, start)
-    sinks = None if sinks is None else jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, tile))
-    out, _ = finish(top, total, acc, sinks)
-    return out.reshape(kv_heads, tile, group, width).transpose(1, 0, 2, 3).reshape(tile, heads, width)[..., :head_width]
+    state = lax.fori_loop(0, first + ends[-1], one, empty_state((kv_heads, tokens + tile, group), width))
+    short = min(rows, tokens)
+    part = tuple(x[:, :short].swapaxes(0, 1) for x in state)
+    lens = jnp.where(decodes, context_lens, 0)[:short]
+    part = attend_pairs(part, q[:, :short].swapaxes(0, 1), kv, layer, block_tables[:short], lens, shared, long=1, **options)
+    state = (x.swapaxes(0, 1)[:tokens] for x in state)
+    state = tuple(x.at[:short].set(y) for x, y in zip(state, part, strict=True))
+    out, _ = finish(state, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
+    return out.reshape(tokens, heads, width)[..., :head_width]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
+from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.paged_decode import xla
 from pallas_kernels.paged_decode.reference import reference
 
@@ -26,6 +27,7 @@ def paged_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    shared: SharedPrefix | None = None,
     return_lse: bool = False,
     backend: Literal["xla"] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -35,16 +37,27 @@ def paged_decode(
     context_lens i32[S] counts the query's own token, which is the last. Rows of length 0 give 0 and -inf. scale multiplies the
     f32 scores; window: how many tokens are seen, the last included; soft_cap: scores become cap * tanh(score / cap); sinks [H]:
     one more logit a head that has no value. Table entries past a row's length are not read, and slots past it may hold
-    anything, NaN included.
+    anything, NaN included. shared: `find_shared` of these rows, whose blocks are then read once for all members; without a window.
     """
     q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
     pool = check_pool(kv)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
+    check_shared(shared, window)
     check(q.shape[0] == block_tables.shape[0], f"q must have one token for each of {block_tables.shape[0]} rows; got {q.shape[0]}")
     check(backend in (None, "xla"), f"backend of paged_decode must be xla; got {backend}")
     layer = check_layer(layer, pool.layers)
     long = 4 if q.shape[0] > 8 else 1
     out, lse = xla.decode(
-        q, kv, layer, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, long=long
+        q,
+        kv,
+        layer,
+        block_tables,
+        context_lens,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        shared=shared,
+        long=long,
     )
     return (out, lse) if return_lse else out

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import LOWEST, MASKED, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
+from pallas_kernels.common.layout import MASKED, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
+from pallas_kernels.common.online import State, attend_span, empty_state, finish
+from pallas_kernels.common.shared import SharedPrefix
 
 STEP_BYTES = 4 << 20  # K and V moved in a short iteration, at most
 MAX_PAIRS = 32  # of a short iteration
@@ -32,36 +34,64 @@ def decode(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
-    long: int = 1,
+    shared: SharedPrefix | None,
+    long: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """(f32[S, H, D], f32[S, H]); shapes as in the op. Reads each live block once, and writes and reads a copy of it.
-
-    long: how many times the pairs of a short iteration a long one takes; 1: there are only short ones, and half as much to compile.
-    """
+    """(f32[S, H, D], f32[S, H]); shapes as in the op, `long` as in `attend_pairs`."""
     wanted, heads, head_width = q.shape
     if wanted == 1:  # with one row XLA:CPU re-lays the whole pool around the gather
         q, block_tables, context_lens = pad_axis(q, 0, 2), pad_axis(block_tables, 0, 2), pad_axis(context_lens, 0, 2)
-    _, blocks, _, kv_heads, block_size, width = kv.shape
+        shared = None
+    kv_heads, block_size, width = kv.shape[3:]
     rows, group = q.shape[0], heads // kv_heads
-    block_bytes = 2 * kv_heads * block_size * width * kv.dtype.itemsize
-    few = pairs_per_step(rows, block_tables.shape[1], block_bytes)
-    many = few * long
     q = pad_axis(q.astype(kv.dtype), 2, width).reshape(rows, kv_heads, group, width)
-    flat = flat_blocks(kv)
+    state, options = empty_state((rows, kv_heads, group), width), {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if shared is not None:
+        end = shared.count * block_size
+        turned = tuple(x.swapaxes(0, 1) for x in state)
+        turned = attend_span(
+            turned, q.swapaxes(0, 1), kv, layer, shared.table, jnp.where(shared.member, end - 1, -1), 0, end, **options
+        )
+        state = tuple(x.swapaxes(0, 1) for x in turned)
+    state = attend_pairs(state, q, kv, layer, block_tables, context_lens, shared, long=long, **options)
+    out, lse = finish(state, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
+    return out.reshape(rows, heads, width)[:wanted, :, :head_width], lse.reshape(rows, heads)[:wanted]
 
-    # Live rows first, so that the rows of neighbouring pairs are neighbours. The same in every layer: computed once a step.
-    live = context_lens > 0
-    (order,) = jnp.nonzero(live, size=rows, fill_value=rows - 1)
-    q, tables = take(q, order), take(block_tables, order)
-    lens = jnp.where(jnp.arange(rows) < jnp.sum(live), take(context_lens, order), 0)
-    begin = jnp.zeros_like(lens) if window is None else jnp.maximum(lens - window, 0)
-    work = work_list(lens, begin, tables, many, block_size)
+
+def attend_pairs(
+    state: State,
+    q: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    shared: SharedPrefix | None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    long: int,
+) -> State:
+    """The state [S, K, G] of queries q [S, K, G, D'] after all blocks of each row, without those it shares. Rows of length 0 stay
+    as they are. Reads each block once, and writes and reads a copy of it.
+
+    long: how many times the pairs of a short iteration a long one takes; 1: there are only short ones, and half as much to compile.
+    """
+    blocks, _, kv_heads, block_size, width = kv.shape[1:]
+    rows = q.shape[0]
+    few = pairs_per_step(rows, block_tables.shape[1], 2 * kv_heads * block_size * width * kv.dtype.itemsize)
+    many = few * long
+    flat = flat_blocks(kv)
+    begin = jnp.zeros_like(context_lens) if window is None else jnp.maximum(context_lens - window, 0)
+    if shared is not None:
+        begin = jnp.where(shared.member[:rows], shared.count * block_size, begin)
+    total, work = work_list(context_lens, begin, block_tables, many, block_size)
 
     def step(first, pairs, carry):
         near = min(pairs, rows)  # rows that the pairs of an iteration can belong to
-        row, block, place, lo, hi = (lax.dynamic_slice_in_dim(x, first, pairs) for x in work[1:])
-        place = place[:, None] + jnp.arange(block_size)
-        seen = (place >= lo[:, None]) & (place < hi[:, None])
+        row, block, start, end = lax.dynamic_slice_in_dim(work, first, pairs, axis=1)
+        place = jnp.arange(block_size)
+        seen = (place >= start[:, None]) & (place < end[:, None])
         base = jnp.minimum(row[0], rows - near)
         # Kept apart from what follows, or the gathers compute all this again for every element.
         at, seen, row, base = lax.optimization_barrier((2 * (layer * blocks + block), seen, row, base))
@@ -80,33 +110,35 @@ def decode(
         acc = acc * keep[..., None] + fold(mine, part)
         return tuple(lax.dynamic_update_slice_in_dim(x, new, base, 0) for x, new in zip(carry, (new_top, total, acc), strict=True))
 
-    shape = (rows, kv_heads, group)
-    start = (jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32))
-    rounds = 0 if long == 1 else work[0] // many
-    carry = start if long == 1 else lax.fori_loop(0, rounds, lambda i, c: step(i * many, many, c), start)
-    left = ceil_div(work[0] - rounds * many, few)
-    top, total, acc = lax.fori_loop(0, left, lambda i, c: step(rounds * many + i * few, few, c), carry)
-    out, lse = finish(top, total, acc, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
-    rank = jnp.maximum(jnp.cumsum(live.astype(jnp.int32)) - 1, 0)
-    out = jnp.where(live[:, None, None], take(out.reshape(rows, heads, width), rank), 0)
-    lse = jnp.where(live[:, None], take(lse.reshape(rows, heads), rank), -jnp.inf)
-    return out[:wanted, :, :head_width], lse[:wanted]
+    rounds = jnp.int32(0)
+    if long > 1:
+        rounds = lax.div(total, jnp.int32(many))
+        state = lax.fori_loop(0, rounds, lambda i, c: step(i * many, many, c), state)
+    left = ceil_div(total - rounds * many, few)
+    return lax.fori_loop(0, left, lambda i, c: step(rounds * many + i * few, few, c), state)
 
 
-def work_list(lens: jax.Array, begin: jax.Array, tables: jax.Array, pairs: int, block_size: int) -> tuple[jax.Array, ...]:
-    """(how many (row, block) pairs there are, then of each pair, i32[S * B rounded up]: its row, its block in the pool, the
-    place of the block's first token in the row, and the first place and the end of what the row sees). Pairs past the count see
-    nothing, of the scrap block."""
+def work_list(lens: jax.Array, begin: jax.Array, tables: jax.Array, pairs: int, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """(how many (row, block) pairs there are; i32[4, S * B rounded up]: of each pair its row, its block in the pool, and the first
+    place and the end, in the block, of what the row sees).
+
+    Rows of length 0 between others get a pair that sees nothing, of the scrap block, and so do the pairs past the count: the rows
+    of neighbouring pairs are neighbours.
+    """
     rows, width = tables.shape
-    first = begin // block_size
-    counts = ceil_div(lens, block_size) - first
+    first = lax.div(begin, jnp.int32(block_size))
+    number = jnp.arange(rows, dtype=jnp.int32)
+    live = lens > 0
+    before_last = number <= jnp.max(jnp.where(live, number, -1))
+    counts = jnp.where(live, ceil_div(lens, block_size) - first, before_last)
     ends = jnp.cumsum(counts)
     pair = jnp.arange(-(-rows * width // pairs) * pairs, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, pair, side="right").astype(jnp.int32), rows - 1)
-    real = pair < ends[-1]
-    block = jnp.where(real, pair - (take(ends, row) - take(counts, row)) + take(first, row), 0)
+    row = jnp.minimum(jnp.sum(ends <= pair[:, None], axis=1, dtype=jnp.int32), rows - 1)
+    real = (pair < ends[-1]) & take(live, row)
+    block = jnp.where(real, pair - take(ends - counts - first, row), 0)
     ids = jnp.where(real, tables[row, block], 0)
-    return ends[-1], row, ids, block * block_size, take(begin, row), jnp.where(real, take(lens, row), 0)
+    start = block * block_size
+    return ends[-1], jnp.stack([row, ids, take(begin, row) - start, jnp.where(real, take(lens, row) - start, 0)])
 
 
 def fold(mine: jax.Array, parts: jax.Array) -> jax.Array:
@@ -115,15 +147,3 @@ def fold(mine: jax.Array, parts: jax.Array) -> jax.Array:
     flat = parts.reshape(parts.shape[0], -1)
     out = jnp.dot(mine.astype(jnp.float32), flat, precision=lax.Precision.HIGHEST)
     return out.reshape(mine.shape[0], *parts.shape[1:])
-
-
-def finish(top: jax.Array, total: jax.Array, acc: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(out [..., D], lse [...]) from the softmax's running maximum, denominator and sum; nothing seen gives 0 and -inf."""
-    empty = total == 0
-    if sinks is not None:
-        new_top = jnp.maximum(top, sinks)
-        keep = jnp.exp(top - new_top)
-        total = jnp.where(empty, 0, total * keep + jnp.exp(sinks - new_top))
-        acc, top = acc * keep[..., None], new_top
-    safe = jnp.where(empty, 1, total)
-    return jnp.where(empty[..., None], 0, acc / safe[..., None]), jnp.where(empty, -jnp.inf, top + jnp.log(safe))

@@ -110,7 +110,7 @@ def test_the_bits_are_those_of_jax():
     seed = np.array([[0, 0], [1, 2], [2**32 - 1, 5]], np.uint32)
     with jax.threefry_partitionable(True):
         expected = [jax.random.bits(jax.random.wrap_key_data(s, impl="threefry2x32"), (1000,)) for s in seed]
-    assert np.array_equal(sampling._threefry_bits(jnp.asarray(seed), 1000), np.stack(expected))
+    assert np.array_equal(sampling._random_bits(jnp.asarray(seed), jnp.zeros((0, len(seed)), jnp.uint32), 1000), np.stack(expected))
 
 
 def test_a_token_depends_on_seed_sample_and_position():

@@ -1,6 +1,6 @@
 """Each filter keeps exactly the tokens that a sort in float64 keeps, with ties, extremes and any number of rows."""
 
-from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,16 @@ def logits_of(style, width, rng):
     return x.astype(np.float32)
 
 
-@partial(jax.jit, static_argnums=0)
+@jax.jit
+def _filtered(z, typical_p, min_p, top_k, top_p, active):
+    return filters.filtered(z, SimpleNamespace(typical_p=typical_p, min_p=min_p, top_k=top_k, top_p=top_p), active)
+
+
 def _keep(name, z, value, active):
-    if name in ("top_k", "top_p"):
-        f = filters.keep_top_k if name == "top_k" else filters.keep_top_p
-        return f(z, value, active, filters.candidates(z))
-    return (filters.keep_min_p if name == "min_p" else filters.keep_typical)(z, value, active)
+    """One filter alone; the others are off."""
+    off = {"typical_p": np.float32(1), "min_p": np.float32(0), "top_k": np.int32(0), "top_p": np.float32(1)}
+    settings_ = {k: np.full(len(z), v) for k, v in off.items()}
+    return _filtered(z, **settings_ | {"typical_p" if name == "typical" else name: value}, active=active)
 
 
 def check_filter(name, logits, values):

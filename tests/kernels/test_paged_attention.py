@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention
-from pallas_kernels.common.testing import make_context, tolerance
+from pallas_kernels import find_shared, paged_attention
+from pallas_kernels.common.testing import make_context, share, tolerance
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.cases import CASES, Case
 
 
-def run(case: Case):
+def run(case: Case, groups=None):
     rng = np.random.default_rng(len(case.name))
     context = make_context(
         rng,
@@ -22,6 +22,7 @@ def run(case: Case):
         stored_width=case.stored_width,
         dtype=case.dtype,
     )
+    share(context, groups or {})
     heads = case.kv_heads * case.group
     q = rng.standard_normal((case.tokens, heads, case.width)).astype(context.kv.dtype)
     query_start = np.cumsum([0, *(n for _, n in case.rows)]).astype(np.int32)
@@ -34,7 +35,8 @@ def run(case: Case):
 
     @jax.jit
     def op(q, kv, layer, tables, lens, query_start, num_decode):
-        return paged_attention(q, kv, layer, tables, lens, query_start, num_decode, **options)
+        shared = None if groups is None else find_shared(tables, lens, query_start[1:] - query_start[:-1], case.block_size)
+        return paged_attention(q, kv, layer, tables, lens, query_start, num_decode, shared=shared, **options)
 
     num_decode = np.array([case.num_decode], np.int32)
     out = op(q, context.kv, jnp.int32(1), context.block_tables, context.context_lens, query_start, num_decode)
@@ -48,3 +50,23 @@ def test_agrees_with_float64(case):
     np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(case.dtype, context.kv))
     owned = sum(n for _, n in case.rows)
     assert not np.asarray(out)[owned:].any()
+
+
+# Decode rows, a chunk of several tiles, short ones, one without cached tokens, padding.
+ROWS = ((70, 1), (49, 1), (20, 1), (400, 300), (100, 30), (81, 1), (16, 16), (60, 12), (0, 0))
+SHARED = {
+    "none": {},
+    "one block": {(0, 1, 2, 3, 4, 5, 7): 1},
+    "several": {(0, 1, 3, 4, 7): 3},
+    "prefill alone": {(3, 4, 5, 7): 3},
+    "decode alone": {(0, 1, 2, 5): 1},
+    "two groups": {(0, 1, 2, 5): 1, (3, 4, 7, 6): 1},
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "sinks": True}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_blocks_are_read_once_and_rows_go_on_from_there(name, options):
+    case = Case(name, ROWS, 400, num_decode=3, width=16, **options)
+    out, want, context = run(case, SHARED[name])
+    np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(case.dtype, context.kv))

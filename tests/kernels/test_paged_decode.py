@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_decode
-from pallas_kernels.common.testing import make_context, tolerance
+from pallas_kernels import find_shared, paged_decode
+from pallas_kernels.common.testing import make_context, share, tolerance
 from pallas_kernels.paged_decode import reference
 from pallas_kernels.paged_decode.cases import CASES, Case
 
 
-def run(case: Case):
-    """(the op's out and lse, the reference's, the pool)."""
+def run(case: Case, groups=None):
+    """(the op's out and lse, the reference's, the pool). groups: rows that share so many first blocks (`share`); the op is told."""
     rng = np.random.default_rng(len(case.name))
     context = make_context(
         rng,
@@ -23,6 +23,7 @@ def run(case: Case):
         stored_width=case.stored_width,
         dtype=case.dtype,
     )
+    share(context, groups or {})
     heads = case.kv_heads * case.group
     q = rng.standard_normal((len(case.lens), heads, case.width)).astype(context.kv.dtype)
     options = {
@@ -34,7 +35,8 @@ def run(case: Case):
 
     @jax.jit
     def op(q, kv, layer, tables, lens):
-        return paged_decode(q, kv, layer, tables, lens, return_lse=True, **options)
+        shared = None if groups is None else find_shared(tables, lens, jnp.minimum(lens, 1), case.block_size)
+        return paged_decode(q, kv, layer, tables, lens, return_lse=True, shared=shared, **options)
 
     got = op(q, context.kv, jnp.int32(1), context.block_tables, context.context_lens)
     return got, reference(q, context.kv, 1, context.block_tables, context.context_lens, **options), context
@@ -49,3 +51,38 @@ def test_agrees_with_float64(case):
     np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=1e-5, atol=1e-4)
     empty = context.context_lens == 0
     assert not np.asarray(out)[empty].any() and np.isneginf(np.asarray(lse)[empty]).all()
+
+
+SHARED = {  # lengths of rows, and which of them begin with the same how many blocks of 16
+    "none": ((70, 40, 17, 33, 50), {}),
+    "all, one block": ((70, 40, 17, 33, 50), {(0, 1, 2, 3, 4): 1}),
+    "all, several": ((70, 49, 81, 65, 50), {(0, 1, 2, 3, 4): 3}),
+    "more than a chunk": ((200, 180, 161, 170, 250), {(0, 1, 2, 3, 4): 10}),
+    "some rows": ((70, 49, 0, 81, 20, 65, 50), {(0, 1, 3, 5): 3}),
+    "two groups": ((70, 49, 81, 65, 50, 90, 91, 92, 93, 94), {(0, 1, 2, 3, 4): 2, (5, 6, 7, 8, 9): 4}),
+    "one inside another": ((70, 70, 70, 70, 70, 70), {(0, 1, 2, 3, 4, 5): 1, (1, 2, 3, 4): 3}),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "sinks": True}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_blocks_are_read_once_and_rows_go_on_from_there(name, options):
+    lens, groups = SHARED[name]
+    (out, lse), (want, want_lse), context = run(Case(name, lens, **options), groups)
+    near = tolerance(options.get("dtype", "float32"), context.kv)
+    np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=near)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=1e-5, atol=1e-4)
+
+
+def test_members_do_not_read_the_shared_blocks_of_their_own_tables():
+    """The control of the test above: what is shared is read by the table of the prefix, and by nobody else's."""
+    rng = np.random.default_rng(0)
+    context = make_context(rng, (70, 49, 81, 65), kv_heads=2, block_size=16, width=8)
+    q = rng.standard_normal((4, 4, 8)).astype(np.float32)
+    context.block_tables[:, :3] = context.block_tables[0, :3]
+    shared = find_shared(jnp.asarray(context.block_tables), jnp.asarray(context.context_lens), jnp.ones(4, jnp.int32), 16)
+    call = lambda tables: paged_decode(q, context.kv, 1, tables, context.context_lens, scale=0.3, shared=shared)
+    broken = context.block_tables.copy()
+    broken[:, :3] = 0  # NaN
+    np.testing.assert_array_equal(call(broken), call(context.block_tables))
+    assert np.isfinite(np.asarray(call(broken))).all()
