@@ -13,8 +13,7 @@ def write_tokens(kv: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, sl
         k, v, slots = pad_axis(k, 0, 2), pad_axis(v, 0, 2), pad_axis(slots, 0, 2)
     block_size = jnp.int32(kv.shape[4])
     block, place = lax.div(slots, block_size), lax.rem(slots, block_size)
-    kv = kv.at[layer, block, 0, :, place].set(k, mode="promise_in_bounds")
-    return kv.at[layer, block, 1, :, place].set(v, mode="promise_in_bounds")
+    return kv.at[layer, block, :, :, place].set(jnp.stack([k, v], 1), mode="promise_in_bounds")
 
 
 def write_blocks(kv: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, slots: jax.Array, *, num_rows: int) -> jax.Array:
