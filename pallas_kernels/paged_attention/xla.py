@@ -68,14 +68,14 @@ def attend(
         if shared is not None:
             begin = jnp.where(own, begin, 0)
             end = jnp.where(own, end, shared.count * block_size)
-        mine = tuple(lax.dynamic_slice_in_dim(x, start, tile, axis=1) for x in (q, *state))
+        mine, own_q = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile, axis=1), (state, q))
         ids = take(table, jnp.where(own, row, table.shape[0] - 1))
-        new = attend_span(mine[1:], mine[0], kv, layer, ids, last, begin, end, **options)
+        new = attend_span(mine, own_q, kv, layer, ids, last, begin, end, **options)
         return tuple(lax.dynamic_update_slice_in_dim(x, part, start, axis=1) for x, part in zip(state, new, strict=True))
 
     state = lax.fori_loop(0, first + ends[-1], one, empty_state((kv_heads, tokens + tile, group), width))
     short = min(rows, tokens)
-    part = tuple(x[:, :short].swapaxes(0, 1) for x in state)
+    part = jax.tree.map(lambda x: x[:, :short].swapaxes(0, 1), state)
     lens = jnp.where(decodes, context_lens, 0)[:short]
     part = attend_pairs(part, q[:, :short].swapaxes(0, 1), kv, layer, block_tables[:short], lens, shared, long=1, **options)
     state = (x.swapaxes(0, 1)[:tokens] for x in state)

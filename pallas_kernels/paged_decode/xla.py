@@ -48,11 +48,11 @@ def decode(
     state, options = empty_state((rows, kv_heads, group), width), {"scale": scale, "window": window, "soft_cap": soft_cap}
     if shared is not None:
         end = shared.count * block_size
-        turned = tuple(x.swapaxes(0, 1) for x in state)
+        turned = jax.tree.map(lambda x: x.swapaxes(0, 1), state)
         turned = attend_span(
             turned, q.swapaxes(0, 1), kv, layer, shared.table, jnp.where(shared.member, end - 1, -1), 0, end, **options
         )
-        state = tuple(x.swapaxes(0, 1) for x in turned)
+        state = jax.tree.map(lambda x: x.swapaxes(0, 1), turned)
     state = attend_pairs(state, q, kv, layer, block_tables, context_lens, shared, long=long, **options)
     out, lse = finish(state, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
     return out.reshape(rows, heads, width)[:wanted, :, :head_width], lse.reshape(rows, heads)[:wanted]
