@@ -116,8 +116,11 @@ class Tenants:
         self._charge((pool, tenant), (prompt - cached) * self.costs.input + cached * self.costs.cached, prompt - cached, now)
 
     def generated(self, key: Hashable, tokens: int, now: float) -> None:
-        """The sequence, which was admitted, got so many new tokens."""
-        self._charge(self._accounts[key].flow, tokens * self.costs.output, tokens, now)
+        """The sequence got so many new tokens. Nothing is charged to one that was never admitted here: it started before anybody
+        named a tenant."""
+        account = self._accounts.get(key)
+        if account is not None:
+            self._charge(account.flow, tokens * self.costs.output, tokens, now)
 
     def left(self, key: Hashable, computed: int, now: float) -> None:
         """The sequence ended; what was charged for its prompt beyond the first `computed` positions is given back. Nothing is

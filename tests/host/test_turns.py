@@ -1,0 +1,37 @@
+"""Whose prompt a step computes, through the scheduler and the model of tests/fake_device.py."""
+
+from dataclasses import replace
+from typing import Any
+
+from fake_device import drive, expected, make_request, make_scheduler, tokens_of
+
+from pagedjax.host.plan import Plan
+from pagedjax.host.request import Request, Service
+from pagedjax.host.scheduler import Scheduler
+
+
+def served(name: str, prompt: int, max_tokens: int, **service: Any) -> Request:
+    """With a prompt that shares nothing with others of another length or name."""
+    tokens = [(7 * i + prompt + ord(name)) % 97 for i in range(prompt)]
+    return replace(make_request(name, tokens, max_tokens), service=Service(**service))
+
+
+def rows_of(scheduler: Scheduler, arrivals: dict[int, list[Request]]) -> list[dict[str, int]]:
+    """The tokens of each row, in each plan; every request gets the tokens that it gets alone, and one row of a plan."""
+    seen: list[dict[str, int]] = []
+
+    def look(step: int, plan: Plan | None) -> None:
+        if plan is not None:
+            seen.append({row.request_id: row.count for row in plan.rows})
+            assert len(seen[-1]) == len(plan.rows), f"two rows of one sequence: {plan.rows}"
+
+    events = drive(scheduler, arrivals, 0, look)
+    for request in (request for requests in arrivals.values() for request in requests):
+        assert tokens_of(events[request.id, 0]) == expected(request, scheduler.max_model_len)
+    return seen
+
+
+def test_what_started_before_there_were_tenants_goes_on() -> None:
+    """The scheduler counts from the first request on that names a tenant."""
+    before, tenant = served("b", 5, 8), served("t", 5, 3, tenant="a")
+    assert len(rows_of(make_scheduler(), {0: [before], 2: [tenant]})) == 8
