@@ -31,7 +31,7 @@ class Step:
     budget: int  # tokens that are left
     rows: list[Row] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
-    starts: dict[Key, int] = field(default_factory=dict)  # of the sequences that have a row
+    at: dict[Key, int] = field(default_factory=dict)  # where in rows the sequences that have one have it
     orders: set[int] = field(default_factory=set)  # of those, and of the other beams of their requests: they cannot be preempted
 
 
@@ -79,7 +79,7 @@ class Running:
     def _decode_beams(self, search: BeamSearch, step: Step) -> None:
         """All beams that are ready take a row, or all are preempted; a beam whose step is in flight is not ready."""
         ready = [s for s in search.live if s.lane >= 0 and not s.num_pending and s.length - s.num_scheduled == 1]
-        ready = [s for s in ready if s.key not in step.starts]
+        ready = [s for s in ready if s.key not in step.at]
         for sequence in ready:
             if not self._grow(sequence, sequence.num_scheduled + 1, step, may_yield=True):
                 return
@@ -104,7 +104,6 @@ class Running:
 
     def _row(self, sequence: Sequence, count: int, steps: int, step: Step) -> None:
         start = sequence.num_scheduled
-        step.starts[sequence.key] = start
         step.orders.add(sequence.order)
         if sequence.request.id in self._beams:
             step.orders.update(s.order for s in self._beams[sequence.request.id].sequences)
@@ -121,9 +120,12 @@ class Running:
             self.stats.recomputed_tokens += again
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
         request = sequence.request
-        step.rows.append(
-            Row(request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets)
-        )
+        row = Row(request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets)
+        if sequence.key in step.at:
+            step.rows[step.at[sequence.key]] = _joined(step.rows[step.at[sequence.key]], row)
+        else:
+            step.at[sequence.key] = len(step.rows)
+            step.rows.append(row)
 
     def prefill(self, sequence: Sequence, step: Step) -> None:
         """Schedules a chunk of the sequence's known tokens."""
@@ -219,7 +221,7 @@ class Running:
             sequence.cached = known
             self.entrance.entered(sequence, known, step.now)
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
-        blocks = len(sequence.held)
+        blocks = sequence.num_held
         self.trace.note(*sequence.key, step.now, what, lane=sequence.lane, cached=sequence.num_scheduled, blocks=blocks)
         for s in own:
             lane = s.lane if search is None else search.lanes[s.index]
@@ -288,3 +290,10 @@ class Running:
         if sequence.request.id not in self._beams:
             self.lanes.append(sequence.lane)
         sequence.lane = -1
+
+
+def _joined(row: Row, more: Row) -> Row:
+    """A chunk of a prompt and the one after it, of the same plan."""
+    assert row.tokens is not None and more.tokens is not None and row.start + row.count == more.start
+    targets = None if row.targets is None else row.targets + (more.targets or ())  # the last token of a prompt has none
+    return more._replace(start=row.start, count=row.count + more.count, tokens=row.tokens + more.tokens, targets=targets)

@@ -309,7 +309,7 @@ class Scheduler:
         queue, budget = self.entrance.queue, step.budget
         wants = {
             pool: queue.tokens(pool)
-            + sum(s.length - s.num_scheduled for s in self.running if s.request.service.pool == pool and s.key not in step.starts)
+            + sum(s.length - s.num_scheduled for s in self.running if s.request.service.pool == pool and s.key not in step.at)
             for pool in POOLS
         }
         if not wants["batch"]:

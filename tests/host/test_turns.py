@@ -35,3 +35,10 @@ def test_what_started_before_there_were_tenants_goes_on() -> None:
     """The scheduler counts from the first request on that names a tenant."""
     before, tenant = served("b", 5, 8), served("t", 5, 3, tenant="a")
     assert len(rows_of(make_scheduler(), {0: [before], 2: [tenant]})) == 8
+
+
+def test_what_batch_work_cannot_use_goes_to_the_row_that_is_there() -> None:
+    """The batch request finds no blocks. It owns 4 of a step's 16 tokens; the interactive one gets them all the same, in one row."""
+    batch = served("b", 40, 2, pool="batch")
+    seen = rows_of(make_scheduler(num_blocks=17), {0: [served("i", 50, 2), batch]})
+    assert seen[:4] == [{"i": 16}, {"i": 16}, {"i": 16}, {"i": 2}]
