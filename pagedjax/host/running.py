@@ -159,13 +159,15 @@ class Running:
 
     # --- who enters, and who leaves ---------------------------------------------------------------------------------
 
-    def start_of(self, sequence: Sequence, held: Holdings) -> Found | Sequence | Wait:
+    def start_of(self, sequence: Sequence, held: Holdings, step: Step | None = None) -> Found | Sequence | Wait:
         """What the waiting sequence can start from: blocks of the cache, a sample of the same request to be forked, or why it
-        has to wait."""
+        has to wait. step: the plan it would be part of."""
         first, prompt = self._live.get((sequence.request.id, 0)), sequence.prompt_len
         search = self._beams.get(sequence.request.id)
         forks = first is not None and first is not sequence and first.lane >= 0 and not sequence.highest and search is None
         if forks and first and self._may_share(sequence) and self.tables.can_fork(first, prompt - 1):
+            if step is not None and first.key in step.at and step.rows[step.at[first.key]].start < prompt - 1:
+                return Wait("the prompt to be shared is computed in this step")  # and copies are made before it
             found, need = first, len(self.tables.windows)  # for its own last token
         else:
             # The last token is computed in any case, for its logits, and all are where the logprobs of the prompt are wanted.

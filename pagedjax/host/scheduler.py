@@ -337,7 +337,7 @@ class Scheduler:
                 self.trace.note(*sequence.key, step.now, "dropped", because=late)
                 self._ended += self._end(sequence.request.id, "deadline")
                 continue
-            start = self._runs.start_of(sequence, held)
+            start = self._runs.start_of(sequence, held, step)
             if isinstance(start, Wait):
                 self.trace.waits(*sequence.key, step.now, start.reason)
                 return  # nobody passes the head
