@@ -138,6 +138,7 @@ class Running:
             self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False)
         self.trace.note(*sequence.key, step.now, "chunk", start=sequence.num_scheduled, tokens=count)
         self._row(sequence, count, 1 if count == left else 0, step)
+        self.entrance.computed(sequence, step.now)
         step.budget -= count
         self.tables.publish(sequence, sequence.num_scheduled)
 

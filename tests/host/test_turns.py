@@ -5,7 +5,9 @@ from typing import Any
 
 from fake_device import drive, expected, make_request, make_scheduler, tokens_of
 
+from pagedjax.host.entrance import ServiceRules
 from pagedjax.host.plan import Plan
+from pagedjax.host.policy import PolicyOptions
 from pagedjax.host.request import Request, Service
 from pagedjax.host.scheduler import Scheduler
 
@@ -42,3 +44,19 @@ def test_what_batch_work_cannot_use_goes_to_the_row_that_is_there() -> None:
     batch = served("b", 40, 2, pool="batch")
     seen = rows_of(make_scheduler(num_blocks=17), {0: [served("i", 50, 2), batch]})
     assert seen[:4] == [{"i": 16}, {"i": 16}, {"i": 16}, {"i": 2}]
+
+
+def test_an_enormous_prompt_goes_on_after_the_prompts_of_tenants_that_got_less() -> None:
+    """Also where the light tenant's own prompt, which has begun, needs more than one step."""
+    heavy, light = served("h", 60, 2, tenant="heavy"), served("l", 20, 2, tenant="light")
+    seen = rows_of(make_scheduler(), {0: [heavy], 2: [light]})
+    assert seen[:6] == [{"h": 16}, {"h": 16}, {"h": 16}, {"l": 16}, {"l": 4, "h": 12}, {"h": 1, "l": 1}]
+    one_tenant = rows_of(make_scheduler(), {0: [replace(heavy, service=Service())], 2: [replace(light, service=Service())]})
+    assert one_tenant[2:4] == [{"h": 16}, {"h": 12, "l": 4}]
+
+
+def test_an_enormous_prompt_goes_on_after_what_is_more_urgent() -> None:
+    arrivals = {0: [served("l", 60, 2, priority=5)], 1: [served("u", 10, 1, priority=0), served("v", 10, 1, priority=5)]}
+    rules = ServiceRules("priority", PolicyOptions(aging=1e6))
+    assert rows_of(make_scheduler(service=rules), arrivals)[:2] == [{"l": 16}, {"u": 10, "l": 6}]
+    assert rows_of(make_scheduler(), arrivals)[:2] == [{"l": 16}, {"l": 16}]
