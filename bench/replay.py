@@ -23,7 +23,7 @@ import numpy as np
 from bench.traces import AZURE, MOONCAKE, SHAREGPT_MEANS, ideal_hit_rate, with_means
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.entrance import ServiceRules
-from pagedjax.host.policy import POLICIES
+from pagedjax.host.policy import POLICIES, PolicyOptions
 from pagedjax.host.request import Request, Service
 from pagedjax.host.reserve import BuddyPool, Reserve
 from pagedjax.host.scheduler import Scheduler
@@ -106,7 +106,7 @@ def hit_curve(
     """Without a bound, and then of each policy and size of the pool."""
     yield {"trace": name, "ideal": ideal_hit_rate(trace), "unbounded": hit_rate(trace, None, one_by_one=True)["hit_rate"]}
     for policy, blocks in itertools.product(policies, sizes):
-        said = hit_rate(trace, blocks, speed=speed, service=ServiceRules(policy))
+        said = hit_rate(trace, blocks, speed=speed, service=ServiceRules(policy, PolicyOptions(level_tokens=1024 // COARSE)))
         yield {"trace": name, "policy": policy, "blocks": blocks, "speed": speed, **said}
 
 
@@ -140,8 +140,8 @@ def sharegpt_like(limit: int | None = None) -> tuple[Traced, ...]:
 
 
 def setting_of(name: str, limit: int | None) -> Setting:
-    """`scaled`: as the paper's. The traces as they are need larger pools: of table 1, OPT-175B on eight A100 with 80 GB for those of
-    Azure; for those of Mooncake 8B parameters on an H200. The longest sequence is the power of two that holds all of the trace."""
+    """`scaled`: as the paper's. The traces as they are need larger pools: of table 1, OPT-175B on eight A100 with 80 GB for those
+    of Azure; for those of Mooncake 8B parameters on an H200. The longest sequence is the power of two that holds all of them."""
     if name == "scaled":
         return Setting(name, sharegpt_like(limit))
     whole = read_trace((AZURE | MOONCAKE)[name])
@@ -150,7 +150,7 @@ def setting_of(name: str, limit: int | None) -> Setting:
 
 
 def reserving(mode: Reserve, setting: Setting, block: int = 16) -> Scheduler:
-    """A scheduler that reserves like this, with as many lanes as can be of use. block: slots of one where sequences do not reserve."""
+    """A scheduler that reserves like this, with as many lanes as can be of use. block: its slots where sequences do not reserve."""
     size = block if mode == "paged" else setting.block
     return Scheduler(
         (BlockPool if mode == "paged" else BuddyPool)(1 + setting.slots // size),

@@ -325,8 +325,7 @@ class Scheduler:
         yield "interactive", 0
 
     def _let_in(self, pool: str, step: Step, before: tuple[float, float] | None = None) -> None:
-        """Waiting sequences enter, as the pool's queue has them, while there are tokens, lanes and blocks; if `before` is given
-        those whose turn is before that."""
+        """Waiting sequences, whose turn is `before` that, enter as the queue has them, while there are tokens, lanes and blocks."""
         queue, held = self.entrance.queue, None
         while queue.count(pool) and step.budget > 0:
             held = held or holdings(self.running)

@@ -108,8 +108,8 @@ class Tenants:
         self._counters[pool, tenant] = max(self.counter(pool, tenant), floor)
 
     def admitted(self, key: Hashable, pool: str, tenant: str, *, prompt: int, cached: int, now: float) -> None:
-        """A sequence starts. All of its prompt that is not cached counts against the ceiling at once, and what is cached as service;
-        neither does again after a preemption."""
+        """A sequence starts. What is cached of its prompt counts as service, the rest against the ceiling at once; neither
+        does again after a preemption."""
         self._last[pool] = pool, tenant
         if key not in self._accounts:
             self._accounts[key] = _Account((pool, tenant), prompt, cached)

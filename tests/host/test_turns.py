@@ -40,7 +40,7 @@ def test_what_started_before_there_were_tenants_goes_on() -> None:
 
 
 def test_what_batch_work_cannot_use_goes_to_the_row_that_is_there() -> None:
-    """The batch request finds no blocks. It owns 4 of a step's 16 tokens; the interactive one gets them all the same, in one row."""
+    """The batch request finds no blocks. It owns 4 of a step's 16 tokens; the interactive one gets them all, in one row."""
     batch = served("b", 40, 2, pool="batch")
     seen = rows_of(make_scheduler(num_blocks=17), {0: [served("i", 50, 2), batch]})
     assert seen[:4] == [{"i": 16}, {"i": 16}, {"i": 16}, {"i": 2}]
