@@ -9,24 +9,29 @@ conversation trace, scaled to the means of ShareGPT, in 15,700 slots, as in figu
 """
 
 import argparse
+import itertools
 import json
+import math
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench.traces import AZURE, MOONCAKE, SHAREGPT_MEANS, ideal_hit_rate, with_means
 from pagedjax.host.block_pool import BlockPool
-from pagedjax.host.request import Request
+from pagedjax.host.entrance import ServiceRules
+from pagedjax.host.policy import POLICIES, PolicyOptions
+from pagedjax.host.request import Request, Service
+from pagedjax.host.reserve import BuddyPool, Reserve
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.host.step_time import H200_8B, StepTime, from_data_sheet
 from pagedjax.simulate import Arrival, Clock, Report, Slots, simulate, spread, summary
 from pagedjax.traces import HASH_BLOCK, OWN_TOKENS, Traced, arrivals, hashed_prompt, params_of, read_trace
 
-MODES = ("max", "pow2", "oracle", "paged")
+MODES: tuple[Reserve, ...] = ("max", "pow2", "oracle", "paged")
 PAPER = {"max": 0.204, "pow2": 0.268, "oracle": 0.382, "paged": 0.963}  # share of tokens, Kwon et al. 2023, figure 2
 PAPER_BATCH = {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged": 30.42}  # figure 13a: OPT-13B, ShareGPT, 2 requests a second
 SLOTS, LONGEST, LONGEST_PROMPT = 15_700, 2048, 1024  # table 1: OPT-13B on an A100 with 40 GB; its context; the filter of prompts
@@ -44,6 +49,7 @@ A100_13B = from_data_sheet(
 
 COARSE_BLOCK = 2  # tokens that stand for the 512 of a block
 COARSE = HASH_BLOCK // COARSE_BLOCK  # tokens that one stands for
+LEVELS = 3  # of priority, which the traces do not have: the requests take turns
 SPEED = 0.25  # of arrivals: what the traces' cluster served is more than twice what one device can
 
 
@@ -59,7 +65,7 @@ def coarse_arrivals(trace: Iterable[Traced], *, speed: float, outputs: bool) -> 
     for number, r in enumerate(trace):
         prompt = (*hashed_prompt(r.hashes, COARSE_BLOCK * len(r.hashes), COARSE_BLOCK), OWN_TOKENS + number)
         output = max(1, round(r.output / COARSE)) if outputs else 1
-        yield Arrival(r.at / speed, Request(str(number), prompt, params_of(output)))
+        yield Arrival(r.at / speed, Request(str(number), prompt, params_of(output), service=Service(priority=number % LEVELS)))
 
 
 def hit_rate(
@@ -94,53 +100,90 @@ def hit_rate(
     }
 
 
-def hit_curve(name: str, trace: Sequence[Traced], sizes: Sequence[int], **options: Any) -> Iterator[dict[str, Any]]:
+def hit_curve(
+    name: str, trace: Sequence[Traced], sizes: Iterable[int], policies: Iterable[str], *, speed: float
+) -> Iterator[dict[str, Any]]:
+    """Without a bound, and then of each policy and size of the pool."""
     yield {"trace": name, "ideal": ideal_hit_rate(trace), "unbounded": hit_rate(trace, None, one_by_one=True)["hit_rate"]}
-    for blocks in sizes:
-        yield {"trace": name, "blocks": blocks, **options, **hit_rate(trace, blocks, **options)}
+    for policy, blocks in itertools.product(policies, sizes):
+        said = hit_rate(trace, blocks, speed=speed, service=ServiceRules(policy, PolicyOptions(level_tokens=1024 // COARSE)))
+        yield {"trace": name, "policy": policy, "blocks": blocks, "speed": speed, **said}
 
 
 # --- ways to reserve ------------------------------------------------------------------------------------------------------------
 
 
+class Setting(NamedTuple):
+    """A trace, and the pool that it is replayed in."""
+
+    name: str
+    trace: tuple[Traced, ...]
+    slots: int = SLOTS
+    longest: int = LONGEST  # tokens of prompt and output
+    budget: int = 2560  # tokens of a step
+    block: int = 1  # slots of a block where sequences reserve
+
+
+def thinned(trace: Sequence[Traced], limit: int | None) -> tuple[Traced, ...]:
+    """At most `limit` requests, from all parts of the trace."""
+    return tuple(trace if limit is None else trace[:: -(-len(trace) // limit)])
+
+
 def sharegpt_like(limit: int | None = None) -> tuple[Traced, ...]:
-    """The Azure conversation trace with lengths scaled to ShareGPT's means, without what is too long for the model; at most
-    `limit` requests, from all parts of the trace."""
+    """The Azure conversation trace with lengths scaled to ShareGPT's means, without what is too long for the model."""
     trace = read_trace(AZURE["conv"])
     for _ in range(8):  # taking some out changes the means: a few rounds until they stand
         trace = tuple(
             r for r in with_means(trace, *SHAREGPT_MEANS) if r.prompt <= LONGEST_PROMPT and r.prompt + r.output <= LONGEST
         )
-    return trace if limit is None else trace[:: -(-len(trace) // limit)]
+    return thinned(trace, limit)
 
 
-def reserving(mode: str, block_size: int = 16) -> Scheduler:
-    """A scheduler that reserves like this, with as many lanes as can be of use."""
-    options: dict[str, Any] = {} if mode == "paged" else {"reserve": mode}
+def setting_of(name: str, limit: int | None) -> Setting:
+    """`scaled`: as the paper's. The traces as they are need larger pools: of table 1, OPT-175B on eight A100 with 80 GB for those
+    of Azure; for those of Mooncake 8B parameters on an H200. The longest sequence is the power of two that holds all of them."""
+    if name == "scaled":
+        return Setting(name, sharegpt_like(limit))
+    whole = read_trace((AZURE | MOONCAKE)[name])
+    longest = 1 << (max(r.prompt + r.output for r in whole) - 1).bit_length()
+    return Setting(name, thinned(whole, limit), 60_100 if name in AZURE else 800_000, longest, budget=8192, block=16)
+
+
+def reserving(mode: Reserve, setting: Setting, block: int = 16) -> Scheduler:
+    """A scheduler that reserves like this, with as many lanes as can be of use. block: its slots where sequences do not reserve."""
+    size = block if mode == "paged" else setting.block
     return Scheduler(
-        BlockPool(1 + SLOTS // block_size),
-        block_size=block_size,
-        max_model_len=LONGEST,
+        (BlockPool if mode == "paged" else BuddyPool)(1 + setting.slots // size),
+        block_size=size,
+        max_model_len=setting.longest,
         num_lanes=256,
-        token_budget=2560,
-        max_queued=100_000,
+        token_budget=setting.budget,
+        max_queued=len(setting.trace),
         decode_steps=1,
         prefix_caching=False,
+        reserve=mode,
         clock=Clock(),
-        **options,
     )
 
 
-def saturated(mode: str, trace: Iterable[Traced], block_size: int = 16) -> dict[str, Any]:
+def saturated(mode: Reserve, setting: Setting, block: int = 16) -> dict[str, Any]:
     """Means over the steps while requests wait: the shares of the pool, and how many run."""
-    at_once = (r._replace(at=0.0) for r in trace)
-    report = simulate(arrivals(at_once), reserving(mode, block_size), StepTime(per_pass=1))
+    at_once = (r._replace(at=0.0, hashes=()) for r in setting.trace)
+    report = simulate(arrivals(at_once), reserving(mode, setting, block), StepTime(per_pass=1))
     steps = [step for step in report.steps if step.waiting]
     shares = np.mean([step.slots for step in steps], axis=0) / report.slots
-    said = {"mode": mode, **dict(zip(Slots._fields, shares.tolist(), strict=True)), "free": 1 - float(shares.sum())}
-    batch = float(np.mean([step.running for step in steps]))
-    held = {"token_share_of_held": float(shares[0] / shares.sum()), "worst_waste": report.stats.worst_waste}
-    return said | held | {"running": batch, "preemptions": report.stats.preemptions, "paper": [PAPER[mode], PAPER_BATCH[mode]]}
+    return {
+        "trace": setting.name,
+        "mode": mode,
+        **dict(zip(Slots._fields, shares.tolist(), strict=True)),
+        "token_share_of_held": float(shares[0] / shares[:3].sum()),
+        "running": float(np.mean([step.running for step in steps])),
+        "worst_waste": report.stats.worst_waste if mode == "paged" else None,
+        "preemptions": report.stats.preemptions,
+        "recomputed": report.stats.recomputed_tokens / report.stats.scheduled_tokens,
+        "steps": len(report.steps),
+        "paper": [PAPER[mode], PAPER_BATCH[mode]] if setting.name == "scaled" else None,
+    }
 
 
 def poisson(trace: Iterable[Traced], rate: float, seed: int = 0) -> Iterator[Traced]:
@@ -151,18 +194,28 @@ def poisson(trace: Iterable[Traced], rate: float, seed: int = 0) -> Iterator[Tra
         at += rng.expovariate(rate)
 
 
-def at_rate(mode: str, trace: Iterable[Traced], rate: float) -> dict[str, Any]:
+def at_rate(mode: Reserve, setting: Setting, rate: float) -> dict[str, Any]:
     """Latency and batch at a rate of Poisson arrivals, on an A100 with 13B parameters."""
-    report: Report = simulate(arrivals(poisson(trace, rate)), reserving(mode), A100_13B)
+    report: Report = simulate(arrivals(poisson(setting.trace, rate)), reserving(mode, setting), A100_13B)
     said = summary(report)
     return {
         "mode": mode,
         "rate": rate,
-        "normalized": said["normalized"],
-        "first_token": said["first_token"],
+        "normalized": said["normalized"]["mean"],
+        "first_token": said["first_token"]["mean"],
         "running": said["steps"]["running"],
         "preemptions": said["preemptions"],
     }
+
+
+def rate_at(mode: Reserve, setting: Setting, latency: float, low: float = 0.05, high: float = 12.8) -> dict[str, Any]:
+    """The highest rate, within 2 %, at which the mean normalized latency is no more than so many seconds a token."""
+    found = at_rate(mode, setting, low)
+    while high / low > 1.02:
+        rate = math.sqrt(low * high)
+        said = at_rate(mode, setting, rate)
+        low, high, found = (rate, high, said) if said["normalized"] <= latency else (low, rate, found)
+    return {"latency": latency, **found}
 
 
 # --- the command ------------------------------------------------------------------------------------------------------------------
@@ -171,25 +224,32 @@ def at_rate(mode: str, trace: Iterable[Traced], rate: float) -> dict[str, Any]:
 def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.what == "cache":
         for name, path in MOONCAKE.items():
-            yield from hit_curve(name, read_trace(path)[: args.limit], args.blocks)
+            yield from hit_curve(name, read_trace(path)[: args.limit], args.blocks, args.policies, speed=args.speed)
         return
-    trace = sharegpt_like(args.limit)
-    prompts, outputs = spread([r.prompt for r in trace]), spread([r.output for r in trace])
-    yield {"trace": "Azure conversation, scaled", "requests": len(trace), "prompts": prompts, "outputs": outputs}
+    setting = setting_of(args.trace, args.limit)
+    prompts, outputs = spread([r.prompt for r in setting.trace]), spread([r.output for r in setting.trace])
+    sizes = {"slots": setting.slots, "longest": setting.longest}
+    yield {"trace": setting.name, "requests": len(setting.trace), "prompts": prompts, "outputs": outputs, **sizes}
     for mode in args.modes:
         if args.what == "reserve":
-            yield saturated(mode, trace)
+            yield saturated(mode, setting)
+        elif args.latency:
+            yield from (rate_at(mode, setting, latency) for latency in args.latency)
         else:
-            yield from (at_rate(mode, trace, rate) for rate in args.rates)
+            yield from (at_rate(mode, setting, rate) for rate in args.rates)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["cache", "reserve", "rate"])
     parser.add_argument("--limit", type=int, help="requests of the trace (default: all)")
+    parser.add_argument("--trace", choices=["scaled", *AZURE, *MOONCAKE], default="scaled", help="to reserve for")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=["first_come"])
+    parser.add_argument("--speed", type=float, default=SPEED, help="of the arrivals at the prefix cache")
     parser.add_argument("--blocks", nargs="+", type=int, default=[1000, 3000, 10_000, 30_000, 100_000], help="of 512 tokens")
     parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1, 1.5, 2, 2.5, 3], help="requests a second")
+    parser.add_argument("--latency", nargs="+", type=float, help="seconds a token: find the rate at which it is reached")
     args = parser.parse_args(argv)
     start = time.perf_counter()
     for result in results(args):

@@ -76,12 +76,12 @@ class Refusal(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The pool's slots that are not free, by what they are good for. One that several sequences share counts once."""
+    """The pool's slots by what they are good for, the classes of sequence.Waste. One that several sequences share counts once."""
 
     tokens: int  # hold keys and values, or will when the steps in flight are done
-    reserved: int  # for tokens that will come
-    internal: int  # beyond any token that can come
-    external: int  # between reservations, too small for one
+    reserved: int  # held for tokens that come later
+    internal: int  # held for tokens that never come
+    external: int  # nobody holds: too small, between reservations, or not wanted
 
 
 class Step(NamedTuple):
@@ -179,7 +179,7 @@ def simulate(
             begin, seconds = max(clock.now, free), step_time.seconds(work_of(plan, buckets))
             free = begin + seconds
             flight.append((plan, begin, free))
-            steps.append(_step(plan, begin, seconds, scheduler.stats))
+            steps.append(_step(plan, begin, seconds, scheduler.stats, run.slots()))
         keep = async_steps if plan is not None else 0
         if plan is not None or flight:
             while len(flight) > keep:
@@ -237,6 +237,16 @@ class _Run:
         if life.entered is None:
             life.entered = self.clock.now
 
+    def slots(self) -> Slots:
+        """As of the last schedule. How long each sequence will get is known here, so no slot is guessed at."""
+        scheduler, stats, ends = self.scheduler, self.scheduler.stats, self.ends
+        internal = 0
+        for s in scheduler.running:
+            final = min(s.max_len, ends.get(s.key, s.max_len))
+            internal += sum(max(0, len(blocks) * scheduler.block_size - final) for blocks in s.blocks)
+        free = scheduler.pool.num_free * scheduler.block_size
+        return Slots(stats.slots_held - stats.waste, stats.waste - internal, internal, free)
+
     def results(self, plan: Plan) -> list[RowResult]:
         """What a device would answer: OUTPUT, and STOP where a model stops."""
         if not self.ends:
@@ -270,14 +280,8 @@ def _outputs(count: int) -> RowResult:
     return RowResult((OUTPUT,) * count)
 
 
-def _step(plan: Plan, at: float, seconds: float, stats: Stats) -> Step:
-    counts = plan.steps, len(plan.rows), plan.num_tokens, plan.num_decode
-    return Step(at, seconds, *counts, stats.running, stats.waiting, slots_of(stats))
-
-
-def slots_of(stats: Stats) -> Slots:
-    """As of the last schedule."""
-    return Slots(tokens=stats.slots_held - stats.waste, reserved=0, internal=stats.waste, external=0)
+def _step(plan: Plan, at: float, seconds: float, stats: Stats, slots: Slots) -> Step:
+    return Step(at, seconds, plan.steps, len(plan.rows), plan.num_tokens, plan.num_decode, stats.running, stats.waiting, slots)
 
 
 # --- what a report says in short ----------------------------------------------------------------------------------------------
@@ -333,5 +337,5 @@ def _steps(report: Report) -> dict[str, Any]:
         "running": running,
         "waiting": waiting,
         "pool": {name: count / report.slots for name, count in zip(Slots._fields, slots, strict=True)},
-        "token_share_of_held": slots[0] / max(1.0, sum(slots)),
+        "token_share_of_held": slots[0] / max(1.0, sum(slots[:3])),
     }

@@ -46,7 +46,9 @@ def test_one_request_by_hand() -> None:
     assert [(s.at, s.seconds, s.rows, s.tokens, s.decode) for s in report.steps] == [
         *((5, 1, 1, 8, 0), (6, 1, 1, 4, 0), (7, 1, 1, 1, 1), (8, 1, 1, 1, 1)),
     ]
-    assert [s.slots for s in report.steps] == [(8, 0, 0, 0), (12, 0, 0, 0), (13, 0, 3, 0), (14, 0, 2, 0)]
+    assert [s.slots for s in report.steps] == [
+        *((8, 0, 0, 248), (12, 0, 0, 244), (13, 2, 1, 240), (14, 1, 1, 240)),
+    ]
     assert list(report.gaps) == [1, 1] and report.seconds == 4
 
 
@@ -156,9 +158,27 @@ def test_summary_by_hand() -> None:
     assert (steps["count"], steps["passes"], steps["tokens"], steps["busy"]) == (6, 6, 14, 1)
     assert steps["running"] == pytest.approx((1 + 1 + 2 + 2 + 1 + 1) / 6)
     tokens, held = 4 + 5 + 10 + 12 + 6 + 7, 4 + 8 + 12 + 16 + 8 + 8
-    shares = {"tokens": tokens, "reserved": 0, "internal": held - tokens, "external": 0}
+    shares = {"tokens": tokens, "reserved": held - tokens, "internal": 0, "external": 6 * 256 - held}
     assert steps["pool"] == pytest.approx({name: count / 6 / 256 for name, count in shares.items()})
     assert steps["token_share_of_held"] == pytest.approx(tokens / held)
+
+
+@pytest.mark.parametrize(
+    ("mode", "slots"),
+    [
+        ("paged", [(4, 0, 0, 60), (5, 1, 2, 56), (6, 0, 2, 56)]),
+        ("oracle", [(4, 2, 10, 48), (5, 1, 10, 48), (6, 0, 10, 48)]),  # max_tokens is what it goes by
+        ("pow2", [(4, 2, 14, 44), (5, 1, 14, 44), (6, 0, 14, 44)]),
+        ("max", [(4, 2, 26, 32), (5, 1, 26, 32), (6, 0, 26, 32)]),
+    ],
+)
+def test_slots_by_what_they_are_good_for(mode: Any, slots: list) -> None:
+    """A prompt of 4 that may get 9 more tokens, but whose model stops after 2 and so leaves its last step unused: 6 in all."""
+    config = with_options(CONFIG, {"cache.reserve": mode, "schedule.max_model_len": 32})
+    report = run(Arrival(0, request("a", 4, 9, stop_ids=(STOP,)), 2), config=config, blocks=17)
+    assert [tuple(s.slots) for s in report.steps] == slots
+    waste = report.stats.slot_steps
+    assert (waste.tokens, waste.reserved, waste.internal, waste.external) == tuple(map(sum, zip(*slots, strict=True)))
 
 
 def test_spread() -> None:

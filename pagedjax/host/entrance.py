@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pagedjax.errors import QueueFull, check
 from pagedjax.host.admission import AdmissionLimits, Load, Rates, admit, missed, output_left
-from pagedjax.host.policy import PolicyOptions, Waiting, displaceable, victim
+from pagedjax.host.policy import PolicyOptions, Waiting, displaceable, priority, victim
 from pagedjax.host.pools import POOLS, Held, PoolShares, batch_over, may_enter
 from pagedjax.host.request import Request
 from pagedjax.host.sequence import Sequence
@@ -41,7 +41,7 @@ def holdings(running: Iterable[Sequence]) -> Holdings:
     tenants: dict[str, Held] = {}
     pools: dict[str, Held] = dict.fromkeys(POOLS, Held())
     for s in running:
-        service, blocks = s.request.service, len(s.held)
+        service, blocks = s.request.service, s.num_held
         for table, name in ((tenants, service.tenant), (pools, service.pool)):
             rows, held = table.get(name, Held())
             table[name] = Held(rows + 1, held + blocks)
@@ -101,13 +101,17 @@ class Entrance:
             cached = min(cached, prompt)
             self.tenants.admitted(sequence.key, service.pool, service.tenant, prompt=prompt, cached=cached, now=now)
 
+    def computed(self, sequence: Sequence, now: float) -> None:
+        if self._counts_tenants:
+            self.tenants.computed(sequence.key, sequence.num_scheduled, now)
+
     def generated(self, sequence: Sequence, tokens: int, now: float) -> None:
         if self._counts_tenants:
             self.tenants.generated(sequence.key, tokens, now)
 
     def left(self, sequence: Sequence, now: float) -> None:
         if self._counts_tenants:
-            self.tenants.left(sequence.key, sequence.highest, now)
+            self.tenants.left(sequence.key, now)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -121,6 +125,13 @@ class Entrance:
         each = self.rates.seconds_of(1) - fixed
         fits = most if each <= 0 else int((target - fixed) / each)
         return min(most, max(fits, decoding + self.tables.size))
+
+    def turn(self, sequence: Sequence) -> tuple[float, float]:
+        """Sequences of one pool compute their prompts in this order, whether they have begun or not, equals as they came: tenants
+        that got less first, of a tenant what is more urgent by priority. So an enormous prompt holds up nobody but its own."""
+        service = sequence.request.service
+        urgency = priority(self.queue.view(sequence), self.rules.options) if self.rules.policy == "priority" else 0.0
+        return self.tenants.counter(service.pool, service.tenant), urgency
 
     def late(self, sequence: Sequence, now: float) -> str | None:
         """Why the waiting sequence's deadline cannot be met."""

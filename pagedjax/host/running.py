@@ -31,7 +31,7 @@ class Step:
     budget: int  # tokens that are left
     rows: list[Row] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
-    starts: dict[Key, int] = field(default_factory=dict)  # of the sequences that have a row
+    at: dict[Key, int] = field(default_factory=dict)  # where in rows the sequences that have one have it
     orders: set[int] = field(default_factory=set)  # of those, and of the other beams of their requests: they cannot be preempted
 
 
@@ -79,7 +79,7 @@ class Running:
     def _decode_beams(self, search: BeamSearch, step: Step) -> None:
         """All beams that are ready take a row, or all are preempted; a beam whose step is in flight is not ready."""
         ready = [s for s in search.live if s.lane >= 0 and not s.num_pending and s.length - s.num_scheduled == 1]
-        ready = [s for s in ready if s.key not in step.starts]
+        ready = [s for s in ready if s.key not in step.at]
         for sequence in ready:
             if not self._grow(sequence, sequence.num_scheduled + 1, step, may_yield=True):
                 return
@@ -104,7 +104,6 @@ class Running:
 
     def _row(self, sequence: Sequence, count: int, steps: int, step: Step) -> None:
         start = sequence.num_scheduled
-        step.starts[sequence.key] = start
         step.orders.add(sequence.order)
         if sequence.request.id in self._beams:
             step.orders.update(s.order for s in self._beams[sequence.request.id].sequences)
@@ -121,9 +120,12 @@ class Running:
             self.stats.recomputed_tokens += again
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
         request = sequence.request
-        step.rows.append(
-            Row(request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets)
-        )
+        row = Row(request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets)
+        if sequence.key in step.at:
+            step.rows[step.at[sequence.key]] = _joined(step.rows[step.at[sequence.key]], row)
+        else:
+            step.at[sequence.key] = len(step.rows)
+            step.rows.append(row)
 
     def prefill(self, sequence: Sequence, step: Step) -> None:
         """Schedules a chunk of the sequence's known tokens."""
@@ -136,6 +138,7 @@ class Running:
             self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False)
         self.trace.note(*sequence.key, step.now, "chunk", start=sequence.num_scheduled, tokens=count)
         self._row(sequence, count, 1 if count == left else 0, step)
+        self.entrance.computed(sequence, step.now)
         step.budget -= count
         self.tables.publish(sequence, sequence.num_scheduled)
 
@@ -157,13 +160,15 @@ class Running:
 
     # --- who enters, and who leaves ---------------------------------------------------------------------------------
 
-    def start_of(self, sequence: Sequence, held: Holdings) -> Found | Sequence | Wait:
+    def start_of(self, sequence: Sequence, held: Holdings, step: Step | None = None) -> Found | Sequence | Wait:
         """What the waiting sequence can start from: blocks of the cache, a sample of the same request to be forked, or why it
-        has to wait."""
+        has to wait. step: the plan it would be part of."""
         first, prompt = self._live.get((sequence.request.id, 0)), sequence.prompt_len
         search = self._beams.get(sequence.request.id)
         forks = first is not None and first is not sequence and first.lane >= 0 and not sequence.highest and search is None
         if forks and first and self._may_share(sequence) and self.tables.can_fork(first, prompt - 1):
+            if step is not None and first.key in step.at and step.rows[step.at[first.key]].start < prompt - 1:
+                return Wait("the prompt to be shared is computed in this step")  # and copies are made before it
             found, need = first, len(self.tables.windows)  # for its own last token
         else:
             # The last token is computed in any case, for its logits, and all are where the logprobs of the prompt are wanted.
@@ -219,7 +224,7 @@ class Running:
             sequence.cached = known
             self.entrance.entered(sequence, known, step.now)
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
-        blocks = len(sequence.held)
+        blocks = sequence.num_held
         self.trace.note(*sequence.key, step.now, what, lane=sequence.lane, cached=sequence.num_scheduled, blocks=blocks)
         for s in own:
             lane = s.lane if search is None else search.lanes[s.index]
@@ -288,3 +293,10 @@ class Running:
         if sequence.request.id not in self._beams:
             self.lanes.append(sequence.lane)
         sequence.lane = -1
+
+
+def _joined(row: Row, more: Row) -> Row:
+    """A chunk of a prompt and the one after it, of the same plan."""
+    assert row.tokens is not None and more.tokens is not None and row.start + row.count == more.start
+    targets = None if row.targets is None else row.targets + (more.targets or ())  # the last token of a prompt has none
+    return more._replace(start=row.start, count=row.count + more.count, tokens=row.tokens + more.tokens, targets=targets)

@@ -186,9 +186,12 @@ class Scheduler:
         preemptions = self.stats.preemptions
         for pool, tokens in self._shares(step):
             step.budget += tokens
-            for sequence in list(self.running):
-                left = sequence.length - sequence.num_scheduled
-                if left > 1 and step.budget > 0 and sequence.lane >= 0 and sequence.request.service.pool == pool:
+            begun = [s for s in self.running if s.length - s.num_scheduled > 1 and s.request.service.pool == pool]
+            begun.sort(key=self.entrance.turn)  # stable
+            if begun and self.stats.preemptions == preemptions:
+                self._let_in(pool, step, before=self.entrance.turn(begun[0]))
+            for sequence in begun:
+                if step.budget > 0 and sequence.lane >= 0:
                     self._runs.prefill(sequence, step)
             if self.stats.preemptions == preemptions:
                 self._let_in(pool, step)
@@ -311,7 +314,7 @@ class Scheduler:
         queue, budget = self.entrance.queue, step.budget
         wants = {
             pool: queue.tokens(pool)
-            + sum(s.length - s.num_scheduled for s in self.running if s.request.service.pool == pool and s.key not in step.starts)
+            + sum(s.length - s.num_scheduled for s in self.running if s.request.service.pool == pool and s.key not in step.at)
             for pool in POOLS
         }
         if not wants["batch"]:
@@ -323,8 +326,8 @@ class Scheduler:
         yield "batch", budget - first
         yield "interactive", 0
 
-    def _let_in(self, pool: str, step: Step) -> None:
-        """Waiting sequences enter, as the pool's queue has them, while there are tokens, lanes and blocks."""
+    def _let_in(self, pool: str, step: Step, before: tuple[float, float] | None = None) -> None:
+        """Waiting sequences, whose turn is `before` that, enter as the queue has them, while there are tokens, lanes and blocks."""
         queue, held = self.entrance.queue, None
         while queue.count(pool) and step.budget > 0:
             held = held or holdings(self.running)
@@ -332,14 +335,14 @@ class Scheduler:
             sequence = queue.head(pool, step.now, held.tenants)
             for other, reason in queue.passed_over(pool):
                 self.trace.waits(*other.key, step.now, reason)
-            if sequence is None:
+            if sequence is None or before is not None and self.entrance.turn(sequence) >= before:
                 return
             late = self.entrance.late(sequence, step.now)
             if late is not None:
                 self.trace.note(*sequence.key, step.now, "dropped", because=late)
                 self._ended += self._end(sequence.request.id, "deadline")
                 continue
-            start = self._runs.start_of(sequence, held)
+            start = self._runs.start_of(sequence, held, step)
             if isinstance(start, Wait):
                 self.trace.waits(*sequence.key, step.now, start.reason)
                 return  # nobody passes the head

@@ -61,6 +61,11 @@ class Sequence:
         """Its blocks, of all groups."""
         return [block for blocks in self.blocks for block in blocks if block]
 
+    @property
+    def num_held(self) -> int:
+        """How many those are, counted faster."""
+        return sum(len(blocks) - blocks.count(0) for blocks in self.blocks)
+
     def usage(self) -> Usage:
         generated = len(self.tokens) - self.prompt_len
         return Usage(prompt=self.prompt_len, cached=self.cached, generated=generated, recomputed=self.recomputed)

@@ -59,11 +59,11 @@ def fairness_bound(costs: TokenCosts, longest_prompt: int, most_tokens: int) -> 
 
 @dataclass(slots=True)
 class _Account:
-    """What a live sequence was charged for its prompt, once in all its lives."""
+    """Of a live sequence: how much of its prompt was charged, or cached when it was admitted, in all its lives."""
 
     flow: Flow
     prompt: int
-    cached: int
+    done: int
 
 
 class Tenants:
@@ -108,25 +108,34 @@ class Tenants:
         self._counters[pool, tenant] = max(self.counter(pool, tenant), floor)
 
     def admitted(self, key: Hashable, pool: str, tenant: str, *, prompt: int, cached: int, now: float) -> None:
-        """A sequence starts; its prompt is charged, unless that was done before it was preempted."""
+        """A sequence starts. What is cached of its prompt counts as service, the rest against the ceiling at once; neither
+        does again after a preemption."""
         self._last[pool] = pool, tenant
-        if key in self._accounts:
-            return
-        self._accounts[key] = _Account((pool, tenant), prompt, cached)
-        self._charge((pool, tenant), (prompt - cached) * self.costs.input + cached * self.costs.cached, prompt - cached, now)
+        if key not in self._accounts:
+            self._accounts[key] = _Account((pool, tenant), prompt, cached)
+            self._charge((pool, tenant), cached * self.costs.cached, prompt - cached, now)
+
+    def computed(self, key: Hashable, end: int, now: float) -> None:
+        """The prompt is computed up to position `end`. It is charged chunk by chunk: a tenant that comes back is lifted to what the
+        others have got, not to what they will have when their prompts are done."""
+        account = self._accounts.get(key)
+        end = min(end, account.prompt) if account is not None else 0
+        if account is not None and end > account.done:
+            self._charge(account.flow, (end - account.done) * self.costs.input, 0, now)
+            account.done = end
 
     def generated(self, key: Hashable, tokens: int, now: float) -> None:
-        """The sequence, which was admitted, got so many new tokens."""
-        self._charge(self._accounts[key].flow, tokens * self.costs.output, tokens, now)
+        """The sequence got so many new tokens. Nothing is charged to one that was never admitted here: it started before anybody
+        named a tenant."""
+        account = self._accounts.get(key)
+        if account is not None:
+            self._charge(account.flow, tokens * self.costs.output, tokens, now)
 
-    def left(self, key: Hashable, computed: int, now: float) -> None:
-        """The sequence ended; what was charged for its prompt beyond the first `computed` positions is given back. Nothing is
-        charged to one that was never admitted."""
+    def left(self, key: Hashable, now: float) -> None:
+        """The sequence ended; what was not computed of its prompt counts against the ceiling no more."""
         account = self._accounts.pop(key, None)
-        if account is None:
-            return
-        unused = max(0, account.prompt - max(computed, account.cached))
-        self._charge(account.flow, -unused * self.costs.input, -unused, now)
+        if account is not None:
+            self._charge(account.flow, 0.0, account.done - account.prompt, now)
 
     def may_start(self, tenant: str, now: float, rows: int, blocks: int, need: int = 0) -> str | None:
         """Why the tenant, which runs so many rows on so many blocks, may not start a sequence that needs `need` more; None if it

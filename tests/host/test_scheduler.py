@@ -4,7 +4,7 @@ import random
 
 import pytest
 from fake_device import Device, drive, expected, make_request, make_scheduler, tokens_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagedjax.errors import QueueFull, UserError
@@ -51,6 +51,21 @@ MEMORY = st.fixed_dictionaries(
     st.sampled_from([1, 3, 16]),
     st.sampled_from([2, 4, 8]),
     MEMORY,
+)
+@example(  # samples wait while the first one, which was preempted, computes the prompt again: not in the plan of its last chunk
+    requests=[
+        ([*range(14), 0, 0], 10, 0, 1, [], 0),
+        ([0, 0, 0, 0], 1, 2, 1, [], 5),
+        ([*range(24), 1, 1, 0, 1], 1, 1, 3, [3], 5),
+        ([5], 2, 12, 3, [], 5),
+        ([10], 9, 0, 1, [], 3),
+    ],
+    num_blocks=17,
+    budget=5,
+    delay=1,
+    decode_steps=1,
+    block_size=4,
+    memory={"prefix_caching": False, "windows": (None,), "preemption": "recompute", "host_blocks": 0},
 )
 def test_every_request_gets_its_tokens(requests, num_blocks, budget, delay, decode_steps, block_size, memory) -> None:
     """Whatever arrives, however small the pool and whatever it does about that: the tokens are those of the request alone."""

@@ -40,7 +40,7 @@ def serve(sequences: list[Queued], owner: Callable[[Queued], str], preempt: rand
         head = queue.head("interactive", now, held_by(running))
         while head is not None and sum(s.max_len for s in running) + head.max_len <= POOL:
             queue.remove(head)
-            queue.tenants.admitted(head.key, "interactive", head.request.service.tenant, prompt=head.prompt_len, cached=0, now=now)
+            admit(queue.tenants, head.key, head.request.service.tenant, head.prompt_len, now=now)
             running.append(head)
             if head.order not in started:
                 started.add(head.order)
@@ -56,7 +56,7 @@ def serve(sequences: list[Queued], owner: Callable[[Queued], str], preempt: rand
             history.append(dict(service))
             if len(sequence.tokens) == sequence.max_len:
                 running.remove(sequence)
-                queue.tenants.left(sequence.key, sequence.prompt_len, now)
+                queue.tenants.left(sequence.key, now)
         if preempt and running and preempt.random() < 0.3:
             queue.push(running.pop(), now)
     return history
@@ -108,7 +108,9 @@ def counters(tenants: Tenants, *names: str) -> list[float]:
 
 
 def admit(tenants: Tenants, key: object, tenant: str, prompt: int, *, cached: int = 0, now: float = 0.0) -> None:
+    """And computes all of its prompt."""
     tenants.admitted(key, "interactive", tenant, prompt=prompt, cached=cached, now=now)
+    tenants.computed(key, prompt, now)
 
 
 def test_service_is_counted_by_cost_and_weight() -> None:
@@ -135,20 +137,29 @@ def test_by_weight() -> None:
     assert entered == {"f": 45, "g": 15}
 
 
-def test_a_preempted_sequence_is_charged_once_and_an_ended_one_only_for_what_was_computed() -> None:
+def test_a_prompt_is_charged_as_it_is_computed_and_once_in_all_lives() -> None:
     tenants = Tenants(costs=COSTS)
-    admit(tenants, "s", "a", 100, cached=20)
-    charged = counters(tenants, "a")
+    tenants.admitted("s", "interactive", "a", prompt=100, cached=20, now=0.0)
+    assert counters(tenants, "a") == [20 * 0.25]
+    for end in (50, 100, 104):  # the last one with tokens that were generated before a preemption
+        tenants.computed("s", end, 0.0)
+        assert counters(tenants, "a") == [min(end, 100) - 20 + 5]
     admit(tenants, "s", "a", 100)  # again, after a preemption
-    assert counters(tenants, "a") == charged == [80 + 5]
-    tenants.left("s", 50, 0.0)
-    assert counters(tenants, "a") == [30 + 5]
-    tenants.left("s", 0, 0.0)  # nothing is given back twice
-    tenants.left("never admitted", 0, 0.0)
-    assert counters(tenants, "a") == [35]
-    admit(tenants, "t", "a", 10, cached=4)
-    tenants.left("t", 0, 0.0)  # ended before its first step: what was cached stays charged
-    assert counters(tenants, "a") == [35 + 1]
+    assert counters(tenants, "a") == [80 + 5]
+    tenants.left("s", 0.0)
+    tenants.computed("never admitted", 10, 0.0)
+    tenants.left("never admitted", 0.0)
+    assert counters(tenants, "a") == [85]
+
+
+def test_who_comes_back_is_lifted_to_what_the_others_got_so_far() -> None:
+    """Not to what the other one will have got when its enormous prompt is done: that would be a wait for all of it."""
+    tenants = Tenants(costs=COSTS)
+    tenants.admitted("long", "interactive", "heavy", prompt=10_000, cached=0, now=0.0)
+    tenants.computed("long", 512, 0.0)
+    tenants.arrived("interactive", "light", ["heavy"], 0.0)
+    tenants.computed("long", 1024, 0.0)
+    assert counters(tenants, "light", "heavy") == [512, 1024]
 
 
 def test_the_idle_save_up_no_credit() -> None:
@@ -210,9 +221,10 @@ def test_cached_tokens_do_not_count_against_the_ceiling_and_unused_ones_are_give
     tenants = Tenants({"a": TenantLimits(tokens_per_minute=60)})
     admit(tenants, 1, "a", 1000, cached=950)
     assert tenants.may_start("a", 0.0, 0, 0) is None
-    admit(tenants, 2, "a", 100)
+    tenants.admitted(2, "interactive", "a", prompt=100, cached=0, now=0.0)
+    tenants.computed(2, 10, 0.0)
     assert tenants.may_start("a", 0.0, 0, 0) == "tenant 'a' has used its 60 tokens per minute; it may start in 91.0 s"
-    tenants.left(2, 10, 0.0)
+    tenants.left(2, 0.0)
     assert tenants.seconds_over("a", 0.0) == 1.0
 
 
@@ -227,13 +239,13 @@ def test_made_up_names_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tenants_module, "FORGET_AT", 20)
     tenants = Tenants(default=TenantLimits(tokens_per_minute=600), costs=COSTS)
     admit(tenants, "debtor", "debtor", 10**6)
-    tenants.left("debtor", 10**6, 0.0)
+    tenants.left("debtor", 0.0)
     for i in range(500):
         tenants.arrived("interactive", f"name {i}", ["steady"], float(i))
         admit(tenants, i, f"name {i}", 10, now=float(i))
-        tenants.left(i, 10, float(i))
+        tenants.left(i, float(i))
         admit(tenants, f"steady {i}", "steady", 10, now=float(i))
-        tenants.left(f"steady {i}", 10, float(i))
+        tenants.left(f"steady {i}", float(i))
     assert len(tenants._counters) + len(tenants._levels) < 100
     assert counters(tenants, "debtor") == [10**6]  # what it owes is kept
 

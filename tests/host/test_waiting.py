@@ -143,6 +143,7 @@ def test_tenants_take_turns_and_one_with_a_cap_is_passed_over() -> None:
         tenant = head.request.service.tenant
         queue.remove(head)
         tenants.admitted(head.key, "interactive", tenant, prompt=60, cached=0, now=0.0)
+        tenants.computed(head.key, 60, 0.0)
         rows, blocks = held.get(tenant, Held())
         held[tenant] = Held(rows + 1, blocks + 6)
         entered.append(head.order)
