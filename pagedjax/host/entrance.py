@@ -155,10 +155,11 @@ class Entrance:
         """Blocks of its tokens, as if none were shared."""
         return self.tables.blocks_for(len(sequence.tokens)) * len(self.tables.windows)
 
-    def may_displace(self, held: Holdings) -> bool:
+    def may_displace(self, running: Iterable[Sequence]) -> bool:
         """Whether anybody that waits might take the place of one that runs."""
-        waits = self.queue.count("interactive") > 0
-        return bool(self.queue.count("batch") or waits) and (self.rules.policy == "priority" or (waits and self._batch_over(held)))
+        if self.rules.policy == "priority":
+            return True
+        return self.queue.count("interactive") > 0 and any(s.request.service.pool == "batch" for s in running)
 
     def displaceable(self, first: Sequence, running: Iterable[Sequence], held: Holdings) -> Iterator[Sequence]:
         """Running sequences that make room for `first`, the next to enter; first to go first."""

@@ -232,9 +232,9 @@ class Running:
 
     def displace(self, now: float) -> None:
         """Preempts running sequences for more urgent ones that find no lane or no blocks, if that is enough for them."""
-        held = holdings(self.sequences)
-        if not self.entrance.may_displace(held):
+        if not self.entrance.may_displace(self.sequences):
             return
+        held = holdings(self.sequences)
         for pool in POOLS:
             head = self.entrance.queue.head(pool, now, held.tenants)
             wait = None if head is None else self.start_of(head, held)

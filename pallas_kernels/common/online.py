@@ -8,7 +8,7 @@ from pallas_kernels.common.layout import LOWEST, MASKED, ceil_div, flat_blocks, 
 
 CHUNK = 128  # tokens of context an iteration; 256 takes twice the time for 128 tokens on CPU
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # running maximum [...], denominator [...] and weighted sum [..., D']; f32
+State = tuple[jax.Array, ...]  # three: running maximum [...], denominator [...] and weighted sum [..., D']; f32
 
 
 def empty_state(shape: tuple[int, ...], width: int) -> State:

@@ -1,6 +1,7 @@
 """Each filter keeps exactly the tokens that a sort in float64 keeps, with ties, extremes and any number of rows."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,8 @@ def logits_of(style, width, rng):
 
 @jax.jit
 def _filtered(z, typical_p, min_p, top_k, top_p, active):
-    return filters.filtered(z, SimpleNamespace(typical_p=typical_p, min_p=min_p, top_k=top_k, top_p=top_p), active)
+    rows: Any = SimpleNamespace(typical_p=typical_p, min_p=min_p, top_k=top_k, top_p=top_p)
+    return filters.filtered(z, rows, active)
 
 
 def _keep(name, z, value, active):
