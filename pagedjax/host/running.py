@@ -145,7 +145,8 @@ class Running:
     def _grow(self, sequence: Sequence, num_tokens: int, step: Step, *, may_yield: bool) -> bool:
         """Gives the sequence blocks for its first num_tokens positions, preempting those that come after it by the policy (never
         one of this plan) while there are too few; where may_yield the sequence itself may be the one that goes."""
-        self.tables.trim(sequence)
+        if sequence.key not in step.at:  # what its row in this plan sees must stay
+            self.tables.trim(sequence)
         while self.tables.missing(sequence, num_tokens) > self.tables.pool.num_free:
             search = self._beams.get(sequence.request.id)
             kin = {s.order for s in search.sequences} if search else set()

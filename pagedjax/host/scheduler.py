@@ -313,7 +313,7 @@ class Scheduler:
         next one has, too."""
         queue, budget = self.entrance.queue, step.budget
         wants = {
-            pool: queue.tokens(pool)
+            pool: max(queue.tokens(pool), queue.count(pool))  # one that was swapped out in flight seems to want none
             + sum(s.length - s.num_scheduled for s in self.running if s.request.service.pool == pool and s.key not in step.at)
             for pool in POOLS
         }

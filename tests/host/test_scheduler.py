@@ -1,6 +1,7 @@
 """The scheduler without a device (fake_device.py): every request gets its tokens, and what that takes is counted."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from fake_device import Device, drive, expected, make_request, make_scheduler, tokens_of
@@ -9,9 +10,13 @@ from hypothesis import strategies as st
 
 from pagedjax.errors import QueueFull, UserError
 from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.entrance import ServiceRules
 from pagedjax.host.plan import Plan, RowResult
-from pagedjax.host.request import Request, SamplingParams
+from pagedjax.host.policy import POLICIES, PolicyOptions
+from pagedjax.host.pools import PoolShares
+from pagedjax.host.request import Request, SamplingParams, Service
 from pagedjax.host.scheduler import Scheduler
+from pagedjax.host.tenants import TenantLimits
 
 OWN = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 PROMPTS = st.one_of(  # of the second kind many have a prefix in common
@@ -85,6 +90,51 @@ def test_every_request_gets_its_tokens(requests, num_blocks, budget, delay, deco
             assert [e.finish is not None for e in own] == [False] * (len(own) - 1) + [True]
             assert own[-1].usage.generated == len(tokens_of(own)) and own[-1].usage.prompt == len(request.prompt)
     assert scheduler.stats.worst_waste <= block_size - 1
+
+
+SERVICE = st.builds(
+    Service,
+    tenant=st.sampled_from(["", "a", "b"]),
+    priority=st.integers(-2, 2),
+    pool=st.sampled_from(["interactive", "batch"]),
+    expected_tokens=st.sampled_from([None, 3, 30]),
+    retention=st.integers(0, 10),
+)
+RULES = st.builds(
+    ServiceRules,
+    policy=st.sampled_from(list(POLICIES)),
+    options=st.builds(PolicyOptions, aging=st.sampled_from([0.5, 5.0, 100.0])),
+    shares=st.builds(PoolShares, batch=st.sampled_from([0.1, 0.3, 0.6])),
+    tenants=st.sampled_from([{}, {"a": TenantLimits(weight=2.0, max_rows=1)}, {"b": TenantLimits(max_blocks=40)}]),
+    token_seconds=st.sampled_from([None, 0.01]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    REQUESTS, st.lists(SERVICE, min_size=8, max_size=8), RULES, st.integers(0, 12), st.integers(5, 20), st.integers(0, 1), MEMORY
+)
+def test_everybody_is_served_whatever_the_rules(requests, services, rules, extra, budget, delay, memory) -> None:
+    """Any policy, tenants, pools, priorities and retention: all requests end with their own tokens, and nothing is left behind."""
+    now = [0.0]
+    blocks = (17 + extra) * len(memory["windows"])
+    scheduler = make_scheduler(blocks, token_budget=budget, service=rules, clock=lambda: now[0], **memory)
+    arrivals: dict[int, list[Request]] = {}
+    made = []
+    for i, ((prompt, max_tokens, at, n, stop_ids, min_tokens), service) in enumerate(zip(requests, services, strict=False)):
+        request = make_request(f"r{i}", prompt, max_tokens, n=n, stop_ids=stop_ids, min_tokens=min(min_tokens, max_tokens))
+        arrivals.setdefault(at, []).append(replace(request, service=service))
+        made.append(request)
+
+    def tick(*_: object) -> None:
+        now[0] += 0.1
+
+    events = drive(scheduler, arrivals, delay, tick)
+    for request in made:
+        for index in range(request.params.n):
+            assert tokens_of(events[request.id, index]) == expected(request, 64)
+    assert scheduler.num_waiting == 0 and len(scheduler._runs.lanes) == 4
+    assert {d.what for request in made for d in scheduler.trace.of(request.id)} >= {"queued", "admitted", "finished"}
 
 
 def test_a_small_pool_preempts_and_counts_what_is_recomputed() -> None:
