@@ -5,6 +5,7 @@
 # make vocabs  fetch vocabularies of other models, for more tests of tokenizers (77 MB)
 # make aot     compile the whole step for TPU v5e, without a TPU
 # make bench   bench/offline.py on the demo's model
+# make experiments  replay traffic through the scheduler for docs/scheduling.md: figures and pictures (half an hour, no model)
 # make clean   remove all that these made
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 # Trust what the system trusts: some networks have a certificate of their own.
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: demo test lint models vocabs install aot bench clean
+.PHONY: demo test lint models vocabs install aot bench experiments clean
 
 # --- environment ---------------------------------------------------------------------------------------------------------
 
@@ -65,6 +66,20 @@ lint: .venv/ready
 
 bench: .venv/ready $(GGUF)
 	$(PY) -m bench.offline $(GGUF)
+
+# What docs/scheduling.md says, measured anew: bench/results has the lines, docs/img the pictures.
+RESULTS := bench/results
+experiments: .venv/ready
+	@mkdir -p $(RESULTS)
+	$(PY) -m bench.fairness > $(RESULTS)/fairness.jsonl
+	$(PY) -m bench.replay reserve --limit 2000 > $(RESULTS)/reserve.jsonl
+	$(PY) -m bench.replay rate --limit 400 --latency 0.1 > $(RESULTS)/rate.jsonl
+	for trace in code:500 conv:400 conversation:400 synthetic:400; do \
+	  $(PY) -m bench.replay reserve --trace $${trace%:*} --limit $${trace#*:}; done > $(RESULTS)/reserve-raw.jsonl
+	$(PY) -m bench.replay cache --blocks > $(RESULTS)/cache-ideal.jsonl
+	$(PY) -m bench.replay cache --limit 3000 --speed 0.5 --policies first_come longest_prefix shortest_work priority deadline \
+	  > $(RESULTS)/cache.jsonl
+	$(PY) -m bench.plots $(RESULTS) docs/img
 
 aot: .venv/ready
 	$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable '.[aot-tpu]'

@@ -15,6 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import StrMethodFormatter
 
 Lines = dict[str, list[dict[str, Any]]]  # of each file, by its name
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#3b6fb6", "#e08a2e", "#3c9a5f", "#c4453c", "#8259a8", "#b9bdc4"
@@ -39,6 +40,11 @@ def read(folder: Path) -> Lines:
     return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))}
 
 
+def legend(axis: Axes, ncols: int = 2) -> None:
+    """Above the axes, where it covers nothing."""
+    axis.legend(ncols=ncols, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
+
+
 def reserve(lines: Lines, axes: Sequence[Axes]) -> None:
     """Where the pool's slots go, and the batch, beside the paper."""
     said = {line["mode"]: line for line in lines["reserve"] if "mode" in line}
@@ -50,11 +56,11 @@ def reserve(lines: Lines, axes: Sequence[Axes]) -> None:
         below += heights
     share.plot(x, [100 * said[mode]["paper"][0] for mode in MODES], "D", color="black", mfc="white", label="tokens, paper")
     share.set(xticks=x, xticklabels=MODES, ylabel="% of the pool's slots", ylim=(0, 100))
-    share.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
+    legend(share, 3)
     batch.bar(x, [said[mode]["running"] for mode in MODES], 0.6, color=BLUE, label="here")
     batch.plot(x, [said[mode]["paper"][1] for mode in MODES], "D", color="black", mfc="white", label="paper")
     batch.set(xticks=x, xticklabels=MODES, ylabel="requests that run at once")
-    batch.legend(loc="upper left")
+    legend(batch)
 
 
 def cache(lines: Lines, axes: Sequence[Axes]) -> None:
@@ -66,49 +72,52 @@ def cache(lines: Lines, axes: Sequence[Axes]) -> None:
             axis.plot(*zip(*points, strict=True), "o-", ms=4, lw=1.5, color=color, label=policy)
         (ideal,) = [100 * line["ideal"] for line in mine if "ideal" in line]
         axis.axhline(ideal, color="black", lw=1, ls="--", label="without a bound")
-        axis.set(xscale="log", xlabel="blocks of 512 tokens in the pool", ylim=(0, None), title=trace)
+        axis.set(xscale="log", xlabel=f"blocks of 512 tokens in the pool, {trace} trace", ylim=(0, None))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes[0].set_ylabel("% of the prompts' blocks found")
-    axes[1].legend(loc="upper left", fontsize=9)
+    handles, labels = axes[0].get_legend_handles_labels()
+    plt.figlegend(handles, labels, loc="outside upper center", ncols=6, fontsize=9)
 
 
-def steps_waited(axis: Axes, said: dict[str, Any], names: dict[str, str]) -> None:
+def steps_waited(axis: Axes, said: dict[str, Any], names: dict[str, str], whose: str) -> None:
     """How many of the requests waited no longer than that."""
     for (name, label), color, style in zip(names.items(), (GREEN, BLUE, RED), ("-", "--", "-"), strict=True):
         waits = np.sort(said["waits"][name])
         axis.step(waits, 100 * np.arange(1, len(waits) + 1) / len(waits), where="post", color=color, ls=style, label=label)
     axis.axvline(said["bound"], color="black", lw=1, ls=":", label=f"bound, {said['bound']:.0f} steps")
-    axis.set(xscale="log", xlabel="steps to the first token", ylabel="% of the requests", ylim=(0, 101))
-    axis.legend(loc="center", bbox_to_anchor=(0.55, 0.4), fontsize=9)
+    axis.set(xscale="log", xlabel=f"steps to the first token {whose}", ylabel="% of the requests", xlim=(0.9, None), ylim=(0, 102))
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    legend(axis)
 
 
 def waits(lines: Lines, axes: Sequence[Axes]) -> None:
     """Of a light tenant beside a heavy one, and of interactive requests in a flood."""
     by_name = {line["scenario"]: line for line in lines["fairness"]}
-    tenants = {"alone": "alone", "tenants": "beside a heavy tenant", "first_come": "the same, first-come without tenants"}
-    steps_waited(axes[0], by_name["tenants"], tenants)
-    axes[0].set_title("a light tenant")
+    tenants = {"alone": "alone", "tenants": "beside a heavy tenant", "first_come": "the same without tenants"}
+    steps_waited(axes[0], by_name["tenants"], tenants, "of a light tenant")
     pools = {"idle": "alone", "pools": "in a flood of batch work", "one_pool": "the same in one pool"}
-    steps_waited(axes[1], by_name["pools"], pools)
-    axes[1].set_title("interactive requests")
+    steps_waited(axes[1], by_name["pools"], pools, "of interactive requests")
 
 
 def overload(lines: Lines, axes: Sequence[Axes]) -> None:
     """Attainment and queue against the load, with and without admission control."""
     said = [line for line in lines["fairness"] if line["scenario"] == "overload" and "load" in line]
-    for admission, color, label in ((True, BLUE, "admission by prediction"), (False, RED, "all are taken")):
+    for admission, color, label in ((True, BLUE, "with admission control"), (False, RED, "all are taken")):
         mine = [line for line in said if line["admission"] == admission]
         loads = [line["load"] for line in mine]
         axes[0].plot(loads, [100 * line["attained"] for line in mine], "o-", color=color, label=label)
         axes[1].plot(loads, [line["longest_queue"] for line in mine], "o-", color=color, label=label)
         if admission:
-            axes[0].plot(loads, [100 * line["taken"] for line in mine], "s--", ms=4, color=GREY, label="share that is taken")
+            axes[0].plot(
+                loads, [100 * line["taken"] for line in mine], "s--", ms=4, color="#7d838c", label="% of all that are taken"
+            )
     axes[0].axhline(90, color="black", lw=1, ls=":", label="90 %")
-    axes[0].set(ylabel="% of those taken, first token in time", ylim=(0, 104))
+    axes[0].set(ylabel="% with the first token in time", ylim=(0, 104))
     axes[1].set(ylabel="longest queue, requests", yscale="symlog", ylim=(0, None))
-    axes[0].legend(loc="center right", bbox_to_anchor=(1.0, 0.42), fontsize=9)
-    axes[1].legend(loc="upper left", fontsize=9)
+    axes[1].yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     for axis in axes:
-        axis.set_xlabel("arrivals, of the capacity")
+        axis.set_xlabel("arrivals over capacity")
+        legend(axis)
 
 
 PICTURES: dict[str, Callable[[Lines, Sequence[Axes]], None]] = {

@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=["first_come"])
     parser.add_argument("--speed", type=float, default=SPEED, help="of the arrivals at the prefix cache")
-    parser.add_argument("--blocks", nargs="+", type=int, default=[1000, 3000, 10_000, 30_000, 100_000], help="of 512 tokens")
+    parser.add_argument("--blocks", nargs="*", type=int, default=[1000, 3000, 10_000, 30_000, 100_000], help="of 512 tokens")
     parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1, 1.5, 2, 2.5, 3], help="requests a second")
     parser.add_argument("--latency", nargs="+", type=float, help="seconds a token: find the rate at which it is reached")
     args = parser.parse_args(argv)

@@ -24,7 +24,7 @@ def test_a_light_tenant_waits_as_if_it_were_alone_beside_enormous_prompts() -> N
 
 
 def test_at_twice_the_capacity_what_is_taken_is_in_time() -> None:
-    crowd = Crowd(count=1000)
+    crowd = Crowd(count=1500)
     capacity = crowd.capacity()
     taken = overload(crowd, capacity, 2.0, 60.0, admission=True)
     assert taken["attained"] >= 0.9 and taken["longest_queue"] < 100
