@@ -31,8 +31,12 @@ class Step:
     budget: int  # tokens that are left
     rows: list[Row] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
-    at: dict[Key, int] = field(default_factory=dict)  # where in rows the sequences that have one have it
-    orders: set[int] = field(default_factory=set)  # of those, and of the other beams of their requests: they cannot be preempted
+    at: dict[int, int] = field(default_factory=dict)  # by order, of the sequences that have a row: where it is
+
+    def holds(self, beams: dict[str, BeamSearch]) -> set[int]:
+        """Orders of those who cannot be preempted: sequences with a row, and the other beams of their requests."""
+        searches = (beams[row.request_id] for row in self.rows if row.request_id in beams) if beams else ()
+        return {*self.at, *(s.order for search in searches for s in search.sequences)}
 
 
 class Running:
@@ -68,7 +72,7 @@ class Running:
         for sequence in list(self.sequences):
             if sequence.lane < 0 or sequence.length - sequence.num_scheduled != 1 or not self._wants_more(sequence):
                 continue
-            if sequence.request.id in self._beams:
+            if self._beams and sequence.request.id in self._beams:
                 self._decode_beams(self._beams[sequence.request.id], step)
                 continue
             count = min(steps, sequence.max_len - sequence.length)
@@ -79,7 +83,7 @@ class Running:
     def _decode_beams(self, search: BeamSearch, step: Step) -> None:
         """All beams that are ready take a row, or all are preempted; a beam whose step is in flight is not ready."""
         ready = [s for s in search.live if s.lane >= 0 and not s.num_pending and s.length - s.num_scheduled == 1]
-        ready = [s for s in ready if s.key not in step.at]
+        ready = [s for s in ready if s.order not in step.at]
         for sequence in ready:
             if not self._grow(sequence, sequence.num_scheduled + 1, step, may_yield=True):
                 return
@@ -103,28 +107,24 @@ class Running:
         return sequence.length < sequence.max_len
 
     def _row(self, sequence: Sequence, count: int, steps: int, step: Step) -> None:
-        start = sequence.num_scheduled
-        step.orders.add(sequence.order)
-        if sequence.request.id in self._beams:
-            step.orders.update(s.order for s in self._beams[sequence.request.id].sequences)
+        start, request = sequence.num_scheduled, sequence.request
         on_device = start >= len(sequence.tokens)
         tokens = None if on_device else tuple(sequence.tokens[start : start + count])
         targets = None
-        if sequence.request.params.prompt_logprobs is not None and start + 1 < sequence.prompt_len:
-            targets = sequence.request.prompt[start + 1 : start + count + 1]
+        if request.params.prompt_logprobs is not None and start + 1 < sequence.prompt_len:
+            targets = request.prompt[start + 1 : start + count + 1]
         sequence.num_scheduled += max(count, steps)
         sequence.num_pending += steps
-        again = min(sequence.highest, sequence.num_scheduled) - start
-        if again > 0:
+        if sequence.highest > start:
+            again = min(sequence.highest, sequence.num_scheduled) - start
             sequence.recomputed += again
             self.stats.recomputed_tokens += again
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
-        request = sequence.request
         row = Row(request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets)
-        if sequence.key in step.at:
-            step.rows[step.at[sequence.key]] = _joined(step.rows[step.at[sequence.key]], row)
+        at = step.at.setdefault(sequence.order, len(step.rows))
+        if at < len(step.rows):
+            step.rows[at] = _joined(step.rows[at], row)
         else:
-            step.at[sequence.key] = len(step.rows)
             step.rows.append(row)
 
     def prefill(self, sequence: Sequence, step: Step) -> None:
@@ -145,12 +145,14 @@ class Running:
     def _grow(self, sequence: Sequence, num_tokens: int, step: Step, *, may_yield: bool) -> bool:
         """Gives the sequence blocks for its first num_tokens positions, preempting those that come after it by the policy (never
         one of this plan) while there are too few; where may_yield the sequence itself may be the one that goes."""
-        if sequence.key not in step.at:  # what its row in this plan sees must stay
+        if self.tables.windowed and sequence.order not in step.at:  # what its row in this plan sees must stay
             self.tables.trim(sequence)
+        if self.tables.covers(sequence, num_tokens):
+            return True
         while self.tables.missing(sequence, num_tokens) > self.tables.pool.num_free:
             search = self._beams.get(sequence.request.id)
             kin = {s.order for s in search.sequences} if search else set()
-            loser = self.entrance.victim(sequence, self.sequences, step.orders | kin)
+            loser = self.entrance.victim(sequence, self.sequences, step.holds(self._beams) | kin)
             if loser is sequence and not may_yield:
                 return False
             self._preempt(loser, sequence)
@@ -168,7 +170,7 @@ class Running:
         search = self._beams.get(sequence.request.id)
         forks = first is not None and first is not sequence and first.lane >= 0 and not sequence.highest and search is None
         if forks and first and self._may_share(sequence) and self.tables.can_fork(first, prompt - 1):
-            if step is not None and first.key in step.at and step.rows[step.at[first.key]].start < prompt - 1:
+            if step is not None and first.order in step.at and step.rows[step.at[first.order]].start < prompt - 1:
                 return Wait("the prompt to be shared is computed in this step")  # and copies are made before it
             found, need = first, len(self.tables.windows)  # for its own last token
         else:

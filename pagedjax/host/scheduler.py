@@ -184,9 +184,11 @@ class Scheduler:
         step = Step(now, self.entrance.budget(len(self.running), self.token_budget))
         self._runs.decode(step, alone=not self.num_waiting)
         preemptions = self.stats.preemptions
-        for pool, tokens in self._shares(step):
+        prefills = [s for s in self.running if s.length - s.num_scheduled > 1]
+        for pool, tokens in self._shares(prefills, step):
             step.budget += tokens
-            begun = [s for s in self.running if s.length - s.num_scheduled > 1 and s.request.service.pool == pool]
+            candidates = self.running if step.entries else prefills
+            begun = [s for s in candidates if s.length - s.num_scheduled > 1 and s.request.service.pool == pool]
             begun.sort(key=self.entrance.turn)  # stable
             if begun and self.stats.preemptions == preemptions:
                 self._let_in(pool, step, before=self.entrance.turn(begun[0]))
@@ -308,13 +310,13 @@ class Scheduler:
                 for sequence in sequences:
                     self.entrance.queue.push(sequence, now)
 
-    def _shares(self, step: Step) -> Iterator[tuple[str, int]]:
+    def _shares(self, prefills: list[Sequence], step: Step) -> Iterator[tuple[str, int]]:
         """(pool, tokens) of what is left of the step's budget, in the order in which the pools may use it; what one leaves, the
         next one has, too."""
         queue, budget = self.entrance.queue, step.budget
         wants = {
             pool: max(queue.tokens(pool), queue.count(pool))  # one that was swapped out in flight seems to want none
-            + sum(s.length - s.num_scheduled for s in self.running if s.request.service.pool == pool and s.key not in step.at)
+            + sum(s.length - s.num_scheduled for s in prefills if s.request.service.pool == pool)
             for pool in POOLS
         }
         if not wants["batch"]:
@@ -389,15 +391,18 @@ class Scheduler:
         stats.scheduled_tokens += sum(max(row.count, row.steps) for row in plan.rows)
         stats.slots_held = (self.pool.capacity - self.pool.num_free) * size
         stats.slot_steps.external += self.pool.num_free * size * plan.steps
-        stats.waste = 0
+        stats.waste = stats.lookahead = worst = 0
+        steps, slots = plan.steps, self.tables.slots
         for s in self.running:
-            held, tokens = self.tables.slots(s)
-            s.steps_held[held] = s.steps_held.get(held, 0) + plan.steps
-            s.token_steps += tokens * plan.steps
-            stats.waste += held - tokens
-            if not s.reserved:
-                stats.worst_waste = max(stats.worst_waste, (held - tokens) // len(s.blocks))
+            held, tokens = slots(s)
+            s.steps_held[held] = s.steps_held.get(held, 0) + steps
+            s.token_steps += tokens * steps
+            waste = held - tokens
+            stats.waste += waste
+            stats.lookahead += s.num_scheduled - s.num_committed
+            if waste > worst and not s.reserved:
+                worst = waste
+        stats.worst_waste = max(stats.worst_waste, worst // len(self.tables.windows))
         assert stats.worst_waste < size, f"a sequence holds {stats.worst_waste} slots more than its tokens; blocks have {size}"
-        stats.lookahead = sum(s.num_scheduled - s.num_committed for s in self.running)
         stats.peak_blocks = max(stats.peak_blocks, self.pool.capacity - self.pool.num_free)
         stats.running, stats.waiting = len(self.running), self.num_waiting

@@ -44,6 +44,7 @@ class BlockTables:
         debug: bool = False,
     ):
         self.pool, self.size, self.windows = pool, block_size, windows
+        self.windowed = any(window is not None for window in windows)
         self.reserve: Reserve = reserve
         self.max_model_len = max_model_len
         self.width = -(-max_model_len // block_size)
@@ -92,6 +93,11 @@ class BlockTables:
             self.places.advance(now)
 
     # --- growing ----------------------------------------------------------------------------------------------------
+
+    def covers(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether it may compute up to its first num_tokens tokens with what it holds. Groups hold equally many blocks, those that
+        have left the window counted."""
+        return not sequence.forked and num_tokens <= len(sequence.blocks[0]) * self.size
 
     def missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that must be free before the sequence can compute up to its first num_tokens tokens."""
@@ -169,6 +175,9 @@ class BlockTables:
 
     def slots(self, sequence: Sequence) -> tuple[int, int]:
         """(held, with tokens in them), over all groups."""
+        if not self.windowed:
+            groups = len(self.windows)
+            return groups * len(sequence.blocks[0]) * self.size, groups * sequence.num_scheduled
         held, tokens = 0, 0
         for blocks, window in zip(sequence.blocks, self.windows, strict=True):
             gone = 0 if window is None else blocks.count(0) * self.size
