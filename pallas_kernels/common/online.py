@@ -29,6 +29,12 @@ def finish(state: State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]
     return jnp.where(empty[..., None], 0, acc / safe[..., None]), jnp.where(empty, -jnp.inf, top + jnp.log(safe))
 
 
+def normalized(state: State) -> State:
+    """The same state with denominators of 1 (0 where nothing was seen): its weighted sum is the result so far."""
+    out, lse = finish(state, None)
+    return jnp.maximum(lse, LOWEST), (state[1] > 0).astype(jnp.float32), out
+
+
 def attend_span(
     state: State,
     q: jax.Array,

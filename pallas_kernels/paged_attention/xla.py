@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.layout import ceil_div, pad_axis, take
-from pallas_kernels.common.online import attend_span, empty_state, finish
+from pallas_kernels.common.online import attend_span, empty_state, finish, normalized
 from pallas_kernels.common.shared import SharedPrefix
 from pallas_kernels.paged_decode.xla import attend_pairs
 
@@ -49,8 +49,7 @@ def attend(
         row = jnp.sum(query_start[1:] <= number[:, None], axis=1, dtype=jnp.int32)
         seen = jnp.where(row < rows, take(skip, jnp.minimum(row, rows - 1)), 0) - 1
         first = jnp.where(shared.count > 0, ceil_div(query_start[-1], tile), 0)
-    q = pad_axis(pad_axis(q.astype(kv.dtype), 2, width), 0, tokens + tile)
-    q = q.reshape(tokens + tile, kv_heads, group, width).swapaxes(0, 1)
+    q = pad_axis(pad_axis(q.astype(kv.dtype), 2, width), 0, tokens + tile).reshape(tokens + tile, kv_heads, group, width)
 
     def one(i, state):
         own = i >= first
@@ -68,17 +67,17 @@ def attend(
         if shared is not None:
             begin = jnp.where(own, begin, 0)
             end = jnp.where(own, end, shared.count * block_size)
-        mine, own_q = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile, axis=1), (state, q))
+        mine = (lax.dynamic_slice_in_dim(x, start, tile).swapaxes(0, 1) for x in (q, *state))
         ids = take(table, jnp.where(own, row, table.shape[0] - 1))
-        new = attend_span(mine, own_q, kv, layer, ids, last, begin, end, **options)
-        return tuple(lax.dynamic_update_slice_in_dim(x, part, start, axis=1) for x, part in zip(state, new, strict=True))
+        part, *old = mine
+        new = normalized(attend_span(tuple(old), part, kv, layer, ids, last, begin, end, **options))
+        return tuple(lax.dynamic_update_slice_in_dim(x, y.swapaxes(0, 1), start, 0) for x, y in zip(state, new, strict=True))
 
-    state = lax.fori_loop(0, first + ends[-1], one, empty_state((kv_heads, tokens + tile, group), width))
+    state = lax.fori_loop(0, first + ends[-1], one, empty_state((tokens + tile, kv_heads, group), width))
     short = min(rows, tokens)
-    part = jax.tree.map(lambda x: x[:, :short].swapaxes(0, 1), state)
     lens = jnp.where(decodes, context_lens, 0)[:short]
-    part = attend_pairs(part, q[:, :short].swapaxes(0, 1), kv, layer, block_tables[:short], lens, shared, long=1, **options)
-    state = (x.swapaxes(0, 1)[:tokens] for x in state)
-    state = tuple(x.at[:short].set(y) for x, y in zip(state, part, strict=True))
-    out, _ = finish(state, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
-    return out.reshape(tokens, heads, width)[..., :head_width]
+    part = tuple(x[:short] for x in state)
+    part = normalized(attend_pairs(part, q[:short], kv, layer, block_tables[:short], lens, shared, long=1, **options))
+    state = tuple(lax.dynamic_update_slice_in_dim(x, y, 0, 0) for x, y in zip(state, part, strict=True))
+    out = state[2] if sinks is None else finish(state, sinks.astype(jnp.float32).reshape(kv_heads, group))[0]
+    return out[:tokens].reshape(tokens, heads, width)[..., :head_width]
