@@ -14,13 +14,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from pagedjax.config import BucketConfig, ScheduleConfig
+from pagedjax.config import BucketConfig, QueueConfig, Reserve, ScheduleConfig
 from pagedjax.errors import UserError
 from pagedjax.flags import engine_flags, sampling_flags
 
 EngineFlags: Any = engine_flags()
 GenerateFlags: Any = sampling_flags(max_tokens=256)
 ScheduleFlags: Any = engine_flags(ScheduleConfig, "schedule.")
+QueueFlags: Any = engine_flags(QueueConfig, "queue.")
 BucketFlags: Any = engine_flags(BucketConfig, "buckets.")
 ChatFlags: Any = sampling_flags(max_tokens=None, without=("n", "logprobs", "prompt_logprobs"))
 
@@ -106,6 +107,7 @@ class Simulate:
     num_blocks: int = 8192  # blocks of the pool
     block_size: int = 64  # P, tokens in a block; a power of two
     prefix_caching: bool = True  # start from blocks that already hold the beginning of a prompt
+    reserve: Reserve = "paged"  # block by block, or one contiguous run from the start
     step_time: Annotated[
         str,
         tyro.conf.arg(
@@ -122,6 +124,7 @@ class Simulate:
     ] = None
     json: bool = False  # print one JSON object
     schedule: Annotated[Any, tyro.conf.arg(constructor=ScheduleFlags)] = field(default_factory=ScheduleFlags)
+    queue: Annotated[Any, tyro.conf.arg(constructor=QueueFlags)] = field(default_factory=QueueFlags)
     buckets: Annotated[Any, tyro.conf.arg(constructor=BucketFlags)] = field(default_factory=BucketFlags)
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from pagedjax import terminal
 from pagedjax.buckets import make_buckets
-from pagedjax.config import BucketConfig, CacheConfig, EngineConfig, ScheduleConfig, resolve_schedule
+from pagedjax.config import BucketConfig, CacheConfig, EngineConfig, QueueConfig, ScheduleConfig, resolve_schedule
 from pagedjax.errors import UserError, check
 from pagedjax.flags import engine_config
 from pagedjax.host.step_time import H200_8B, StepTime, from_json, to_json
@@ -49,8 +49,9 @@ def config_of(command: Any) -> EngineConfig:
     check(command.num_blocks >= 1, f"num_blocks must be at least 1; got {command.num_blocks}")
     check(command.block_size >= 1, f"block_size must be at least 1; got {command.block_size}")
     return EngineConfig(
-        cache=CacheConfig(block_size=command.block_size, prefix_caching=command.prefix_caching),
+        cache=CacheConfig(block_size=command.block_size, prefix_caching=command.prefix_caching, reserve=command.reserve),
         schedule=engine_config(command.schedule, ScheduleConfig, "schedule."),
+        queue=engine_config(command.queue, QueueConfig, "queue."),
         buckets=engine_config(command.buckets, BucketConfig, "buckets."),
     )
 

@@ -53,6 +53,25 @@ def test_json(run: Run, trace: str, a_second: list[str]) -> None:
     assert (said["seconds"], said["steps"]["count"]) == (14, 14)
 
 
+def test_ways_to_reserve_and_the_queue(run: Run, trace: str, a_second: list[str]) -> None:
+    """A run for the longest sequence leaves room for one at a time; by work the short prompt goes first."""
+    small = ("--num-blocks", "40", "--max-model-len", "2000", "--no-prefix-caching")
+    waits = {}
+    for reserve in ("paged", "max"):
+        code, out, _ = run("--trace", trace, "--json", "--reserve", reserve, *small, *a_second)
+        assert code == 0
+        waits[reserve] = json.loads(out)["queued"]["max"]
+    assert waits["paged"] < waits["max"]
+    one = ("--max-num-seqs", "1", "--num-blocks", "60")
+    firsts = [
+        json.loads(run("--trace", trace, "--json", "--policy", policy, *one, *a_second)[1])["queued"]["mean"]
+        for policy in ("first_come", "shortest_work")
+    ]
+    assert firsts == pytest.approx([5 / 3, 10 / 3])  # one of three waits: the short one 5 steps, or the long one 10
+    code, _, err = run("--trace", trace, "--policy", "fair")
+    assert code == 2 and "policy" in err
+
+
 def test_text(run: Run, trace: str, a_second: list[str]) -> None:
     code, out, _ = run("--trace", trace, *a_second)
     words = [line.replace("│", " ").split() for line in out.splitlines()]
