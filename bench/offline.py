@@ -73,6 +73,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-memory", type=int, default=1 << 30, help="bytes")
+    parser.add_argument(
+        "--reserve", default="paged", choices=["paged", "oracle", "pow2", "max"], help="how sequences hold the pool"
+    )
     parser.add_argument("--only", default="abcs", help="workloads, and s for the start (default: abcs)")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--compile-cache", default="~/.cache/pagedjax")
@@ -80,6 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     start = start_up(argv) if "s" in args.only and not args.first_token_only else {}
     options = {"dtype": args.dtype, "max_model_len": args.max_model_len, "cache.kv_memory": args.kv_memory}
+    options["cache.reserve"] = args.reserve
     with LLM(args.model, compile_cache=args.compile_cache, **options) as llm:
         if args.first_token_only:
             timed(llm, [(WORKLOADS["a"](0, llm.engine.model.vocab_size)[0][0], 1)])
@@ -96,6 +100,7 @@ def main(argv: list[str] | None = None) -> None:
             "engine": "pagedjax",
             "model": os.path.basename(os.path.normpath(args.model)),
             "dtype": llm.engine.config.dtype,
+            "reserve": args.reserve,
             "device": jax.devices()[0].device_kind,
             "cores": os.cpu_count(),
             "versions": {name: version(name) for name in ("jax", "jaxlib", "numpy")},

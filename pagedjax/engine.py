@@ -32,17 +32,14 @@ from pagedjax.device.params import ShardLayout
 from pagedjax.device.sharding import state_shardings
 from pagedjax.device.step import StepSpec
 from pagedjax.errors import check
-from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.plan import Entry, Plan, Row, RowResult, Swap
 from pagedjax.host.request import Logprobs, Request, SamplingParams, TokenEvent, Usage
-from pagedjax.host.reserve import BuddyPool
-from pagedjax.host.scheduler import Scheduler
 from pagedjax.host_tier import HostTier
 from pagedjax.limits import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_STOP_IDS
 from pagedjax.memory import kv_dtype, pool_blocks, pool_shape, release_freed, swap_places
 from pagedjax.models import model_for
 from pagedjax.pack import pack, pack_lane
-from pagedjax.service import service_rules
+from pagedjax.service import make_scheduler
 from pagedjax.state import DeviceState, StepOutput
 from pagedjax.wire import lane_fields, step_fields
 
@@ -107,22 +104,8 @@ class Engine:
         if self._watch is not None:
             num_blocks -= 1  # the guard
             self.state = replace(self.state, kv=self._watch.start(self.state.kv))
-        self.scheduler = Scheduler(
-            BlockPool(num_blocks) if config.cache.reserve == "paged" else BuddyPool(num_blocks),
-            block_size=size,
-            max_model_len=schedule.max_model_len,
-            num_lanes=schedule.max_num_seqs,
-            token_budget=schedule.max_num_batched_tokens,
-            max_queued=schedule.max_queued,
-            decode_steps=schedule.decode_steps,
-            prefix_caching=config.cache.prefix_caching,
-            windows=model.layer_groups.windows,
-            reserve=config.cache.reserve,
-            host_blocks=places,
-            preemption=config.schedule.preemption,
-            service=service_rules(config.queue),
-            swap_seconds=self._measure_swap(),
-            debug=config.debug,
+        self.scheduler = make_scheduler(
+            config, num_blocks, windows=model.layer_groups.windows, host_blocks=places, swap_seconds=self._measure_swap()
         )
         self.padding = Padding()
         self.compilations_after_start = 0

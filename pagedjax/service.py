@@ -1,15 +1,52 @@
-"""The queue's configuration as the rules that the scheduler goes by."""
+"""From the configuration to the scheduler: its sizes, its pool, and the rules it goes by."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pagedjax.config import QueueConfig
+from pagedjax.config import EngineConfig, QueueConfig
 from pagedjax.errors import UserError, check
+from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.entrance import ServiceRules
 from pagedjax.host.policy import PolicyOptions
 from pagedjax.host.pools import PoolShares
+from pagedjax.host.reserve import BuddyPool
+from pagedjax.host.scheduler import Scheduler
 from pagedjax.host.tenants import TenantLimits
+
+
+def make_scheduler(
+    config: EngineConfig,
+    num_blocks: int,
+    *,
+    windows: tuple[int | None, ...] = (None,),
+    host_blocks: int = 0,
+    swap_seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Scheduler:
+    """The scheduler of a configuration without zeros, with num_blocks in the pool, the scrap one included; the rest as in
+    Scheduler."""
+    cache, schedule = config.cache, config.schedule
+    return Scheduler(
+        BlockPool(num_blocks) if cache.reserve == "paged" else BuddyPool(num_blocks),
+        block_size=cache.block_size,
+        max_model_len=schedule.max_model_len,
+        num_lanes=schedule.max_num_seqs,
+        token_budget=schedule.max_num_batched_tokens,
+        max_queued=schedule.max_queued,
+        decode_steps=schedule.decode_steps,
+        prefix_caching=cache.prefix_caching,
+        windows=windows,
+        reserve=cache.reserve,
+        host_blocks=host_blocks,
+        preemption=schedule.preemption,
+        service=service_rules(config.queue),
+        swap_seconds=swap_seconds,
+        debug=config.debug,
+        clock=clock,
+    )
 
 
 def service_rules(config: QueueConfig) -> ServiceRules:

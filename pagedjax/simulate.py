@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pagedjax import service
 from pagedjax.buckets import Bucket, pick
 from pagedjax.config import EngineConfig
 from pagedjax.errors import UserError, check
-from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.plan import Plan, RowResult
 from pagedjax.host.request import FinishReason, Request, Service, TokenEvent, Usage
-from pagedjax.host.reserve import BuddyPool
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.host.sequence import Stats
 from pagedjax.host.step_time import StepTime, Work
-from pagedjax.service import service_rules
 
 OUTPUT, STOP = 0, 1  # the tokens that all outputs are made of; a prompt has none of them
 TICK = 0.01  # seconds: how often a scheduler is asked again that has work and schedules none
@@ -112,22 +110,8 @@ class Report:
 
 
 def make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
-    """As the engine of this configuration (without zeros) makes it, with num_blocks in the pool, the scrap one included."""
-    schedule = config.schedule
-    return Scheduler(
-        BlockPool(num_blocks) if config.cache.reserve == "paged" else BuddyPool(num_blocks),
-        block_size=config.cache.block_size,
-        max_model_len=schedule.max_model_len,
-        num_lanes=schedule.max_num_seqs,
-        token_budget=schedule.max_num_batched_tokens,
-        max_queued=schedule.max_queued,
-        decode_steps=schedule.decode_steps,
-        prefix_caching=config.cache.prefix_caching,
-        reserve=config.cache.reserve,
-        preemption=config.schedule.preemption,
-        service=service_rules(config.queue),
-        clock=Clock(),
-    )
+    """As the engine of this configuration (without zeros) makes it, with a Clock."""
+    return service.make_scheduler(config, num_blocks, clock=Clock())
 
 
 def work_of(plan: Plan, buckets: Sequence[Bucket]) -> Work:
