@@ -22,6 +22,7 @@ from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
 from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Service, Usage
 from pagedjax.loop import EngineLoop, Stream, start_off_loop
+from pagedjax.memory import map_large_buffers
 from pagedjax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Prompt = str | Sequence[int]
@@ -87,6 +88,7 @@ class LLM:
         """`model`: a Hugging Face folder or hub id, a GGUF file, or an Orbax folder. `options` are fields of EngineConfig by
         path, or vLLM's names: LLM(path, max_model_len=2048, tensor_parallel_size=2)."""
         config = with_options(config or EngineConfig(), options)
+        map_large_buffers()
         set_compile_cache(config.compile_cache)
         checkpoint = open_checkpoint(os.fspath(model))
         mesh = make_mesh(config.sharding.model)

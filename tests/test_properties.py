@@ -74,7 +74,7 @@ def run_among(engine: Engine, arrivals: list[tuple[int, Request]], around: dict)
                 engine.add(todo.pop(0)[1])
             for event in engine.step():
                 events.setdefault((event.request_id, event.index), []).append(event)
-            pool.check([held, *(s.blocks for s in engine.scheduler.sequences())])
+            pool.check([held, *(s.held for s in engine.scheduler.sequences())])
             step += 1
     finally:
         for _, request in arrivals:

@@ -1,7 +1,5 @@
 """Every shape is compiled once, ahead of time, from abstract values. Nothing is compiled after that."""
 
-import ctypes
-import gc
 import os
 import threading
 import time
@@ -103,7 +101,7 @@ def compile_all(
     progress: Callable[[Any, "Compiled"], None] = lambda *_: None,
 ) -> dict[Any, Compiled]:
     """{key: Compiled}, with `options` for XLA. Lowering is serial (tracing is Python), compilation runs in max(1, cores / 4)
-    threads. What LLVM needed meanwhile goes back to the system."""
+    threads."""
 
     def finish(key: Any, lowered: jax.stages.Lowered, lowering_seconds: float) -> tuple[Any, Compiled]:
         start = time.perf_counter()
@@ -125,17 +123,7 @@ def compile_all(
             lowered = lower()
             pending.append(threads.submit(finish, key, lowered, time.perf_counter() - start))
         compiled = dict(p.result() for p in pending)
-    pending.clear()
-    _trim_heap()
     return compiled
-
-
-def _trim_heap() -> None:
-    """glibc keeps what was freed; after compiling that is some 350 MiB (docs/benchmarks.md)."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 class _Counter(threading.local):
