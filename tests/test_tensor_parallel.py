@@ -41,11 +41,13 @@ def test_stories_on_several_devices(stories_engine: Callable[..., Engine], shard
             check_output(request, index, events[request.id, index])
 
 
-def test_the_collectives_of_a_step(stories_engine: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize(("bucket", "scores"), [(0, []), (-1, [["all-gather"]])])
+def test_the_collectives_of_a_step(stories_engine: Callable[..., Engine], bucket: int, scores: list[list[str]]) -> None:
     """In the layer loop two all-reduces, after attention and after the feed-forward; outside it one all-reduce for the embedding,
-    whose rows are sharded, and an all-gather of the logits where they are wanted (to sample, and to score prompts)."""
+    whose rows are sharded, and an all-gather of the logits where they are wanted: to sample and, but for decode buckets, to score
+    prompts."""
     engine = stories_engine(stacked=True, tensor_parallel_size=2)
-    text = engine.executables[engine.buckets[0]].call.as_text()
+    text = engine.executables[engine.buckets[bucket]].call.as_text()
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line.endswith("{"):
@@ -55,7 +57,7 @@ def test_the_collectives_of_a_step(stories_engine: Callable[..., Engine]) -> Non
         if match := re.search(r" = \S+ (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", line):
             found.setdefault(computation, []).append(match[1])
     kinds = sorted(sorted(names) for names in found.values())
-    assert kinds == [["all-gather"], ["all-gather", "all-reduce"], ["all-reduce", "all-reduce"]]
+    assert kinds == [*scores, ["all-gather", "all-reduce"], ["all-reduce", "all-reduce"]]
 
 
 def test_lanes_are_the_same_on_every_device(stories_engine: Callable[..., Engine]) -> None:
