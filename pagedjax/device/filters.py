@@ -58,6 +58,18 @@ def _key_of(bits: jax.Array) -> jax.Array:
     return -jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _smallest(low: jax.Array, high: jax.Array, reached: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """i32: the smallest n in (low, high] with reached(n), by bisection; high if there is none below it. reached is monotone."""
+
+    def body(bounds):
+        lo, hi = bounds
+        middle = lo + (hi - lo) // 2
+        ok = reached(middle)
+        return jnp.where(ok, lo, middle), jnp.where(ok, middle, hi)
+
+    return jax.lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, body, (low, high))[1]
+
+
 def _bisect_row(key: jax.Array, weight: jax.Array, target: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(threshold f32, last id i32) of one row: of key and weight f32[V].
 
@@ -65,33 +77,22 @@ def _bisect_row(key: jax.Array, weight: jax.Array, target: jax.Array, start: jax
     row); then, only where several tokens have that very key, the id of the last one that is kept.
     """
     width = key.shape[0]
+    ids = jnp.arange(width, dtype=jnp.int32)
+
+    def mass(keep):
+        return row_sum(jnp.where(keep, weight, 0.0))
+
     lowest = jnp.min(jnp.where(key == -jnp.inf, jnp.inf, key))
     low = _bits(start) - 1
     high = jnp.where(lowest >= start, low + 1, _bits(lowest))
+    threshold = _key_of(_smallest(low, high, lambda n: mass(key >= _key_of(n)) >= target))
+    tied = key == threshold
 
-    def search(phase, found):
-        """The smallest n in (low, high] that reaches the target, by bisection. Phase 0: n is the bits of the threshold; phase 1:
-        the last id, where minus the id is the key of those that are tied."""
-        threshold = _key_of(found[0])
-        tied = key == threshold
-        among_tied = jnp.where(key > threshold, 1.0, jnp.where(tied, -jnp.arange(width, dtype=jnp.float32), -jnp.inf))
-        order = jnp.where(phase == 0, key, among_tied)
+    def split_ties():
+        end = jnp.int32(width)
+        return _smallest(jnp.int32(-1), end, lambda n: mass((key > threshold) | (tied & (ids <= n))) >= target)
 
-        def halve(bounds):
-            lo, hi = bounds
-            middle = lo + (hi - lo) // 2
-            # Kept apart, or it is computed again for every token.
-            least = jax.lax.optimization_barrier(jnp.where(phase == 0, _key_of(middle), -middle.astype(jnp.float32)))
-            reached = row_sum(jnp.where(order >= least, weight, 0.0)) >= target
-            return jnp.where(reached, lo, middle), jnp.where(reached, middle, hi)
-
-        alone = jnp.sum(tied, dtype=jnp.int32) <= 1
-        bounds = jnp.where(phase == 0, low, jnp.where(alone, width - 1, -1)), jnp.where(phase == 0, high, width)
-        n = jax.lax.while_loop(lambda b: b[1] - b[0] > 1, halve, bounds)[1]
-        return jnp.where(phase == 0, n, found[0]), n
-
-    bits, last = jax.lax.fori_loop(0, 2, search, (low, jnp.int32(width)))
-    return _key_of(bits), last
+    return threshold, jax.lax.cond(jnp.sum(tied, dtype=jnp.int32) > 1, split_ties, lambda: jnp.int32(width))
 
 
 def _bisect(key, weight, target, start, found, first_last):
@@ -152,31 +153,37 @@ def keep_min_p(z: jax.Array, min_p: jax.Array, active: jax.Array) -> jax.Array:
     return jnp.where(keep | ~active[:, None], z, -jnp.inf)
 
 
-def _atypical(z: jax.Array, top: jax.Array, total: jax.Array) -> jax.Array:
-    """Minus the distance of a token's information -log p from the entropy, f32[S, V]; -inf for p = 0.
+def keep_typical(z: jax.Array, mass: jax.Array, active: jax.Array) -> jax.Array:
+    """The tokens whose information -log p is nearest to the entropy, as few as have `mass` f32[S].
 
     Meister et al. 2022, Locally Typical Sampling (arXiv 2202.00666).
     """
+    top = _finite_max(z)
+    total = row_sum(jnp.exp(z - top))
     information = jnp.log(jnp.maximum(total, 1.0))[:, None] - (z - top)
     p = jnp.exp(-information)
     entropy = row_sum(jnp.where(p > 0, p * information, 0.0))[:, None]
-    return -jnp.abs(information - entropy)
+    key = -jnp.abs(information - entropy)  # -inf for p = 0
+    keep = keep_prefix(z, key, lambda v: jnp.exp(v - top), mass * total, candidates(key), active)
+    return jnp.where(keep | ~active[:, None], z, -jnp.inf)
 
 
-TYPICAL, TOP_K, TOP_P = range(3)
+TOP_K, TOP_P = range(2)
 
 
 def filtered(z: jax.Array, rows: LaneState, active: jax.Array) -> jax.Array:
     """typical, min_p, top_k, top_p in this order, each on what the one before left; rows not active bool[S] are unchanged.
 
-    typical: the most typical tokens, as few as have typical_p of the mass. top_k: the likeliest ones; of equal ones the lower ids.
-    top_p: the fewest, likeliest first, that have top_p of the mass that is left; at least one. The three are one loop, so that
-    `keep_prefix` is compiled once.
+    top_k: the likeliest tokens; of equal ones the lower ids. top_p: the fewest, likeliest first, that have top_p of the mass that
+    is left; at least one. The two are one loop, so that their `keep_prefix` is compiled once. typical is not in it: its keys are an
+    array of their own, which on TPU is more than the temporaries of a step may have.
     """
-    share = jnp.stack([rows.typical_p, rows.top_k.astype(jnp.float32), rows.top_p])  # top_k is exact up to 2^24
-    wanted = jnp.stack([rows.typical_p < 1, rows.top_k > 0, rows.top_p < 1]) & active
-    min_p = active & (rows.min_p > 0)
-    anyone = jnp.any(wanted, axis=1)
+    share = jnp.stack([rows.top_k.astype(jnp.float32), rows.top_p])  # top_k is exact up to 2^24
+    wanted = jnp.stack([rows.top_k > 0, rows.top_p < 1]) & active
+    typical, min_p = active & (rows.typical_p < 1), active & (rows.min_p > 0)
+
+    def either(flag, f, x):
+        return jax.lax.cond(jnp.any(flag), f, lambda v: v, x)
 
     def drop(stage, z, best):
         top = _finite_max(z)
@@ -185,16 +192,13 @@ def filtered(z: jax.Array, rows: LaneState, active: jax.Array) -> jax.Array:
             return jnp.where(stage == TOP_K, (values > -jnp.inf).astype(jnp.float32), jnp.exp(values - top))
 
         total = jax.lax.cond(stage == TOP_K, lambda: jnp.ones(z.shape[0]), lambda: row_sum(jnp.exp(z - top)))
-        key = jax.lax.cond(stage == TYPICAL, lambda: _atypical(z, top, total), lambda: z)
-        # What top_k looked at stays in order for top_p: it only drops from its end.
-        best = jax.lax.cond((stage == TOP_P) & anyone[TOP_K], lambda: best, lambda: candidates(key))
-        keep = keep_prefix(z, key, weigh, share[stage] * total, best, wanted[stage])
-        return jnp.where(keep | ~wanted[stage][:, None], z, -jnp.inf), best
+        keep = keep_prefix(z, z, weigh, share[stage] * total, best, wanted[stage])
+        return jnp.where(keep | ~wanted[stage][:, None], z, -jnp.inf)
 
-    def step(stage, carry):
-        z, best = carry
-        z = jax.lax.cond((stage == TOP_K) & jnp.any(min_p), lambda z: keep_min_p(z, rows.min_p, min_p), lambda z: z, z)
-        return jax.lax.cond(anyone[stage], drop, lambda _, *carry: carry, stage, z, best)
+    def prefixes(z):
+        best = candidates(z)  # stays in order: top_k only drops from its end
+        return jax.lax.fori_loop(TOP_K, TOP_P + 1, lambda i, z: either(wanted[i], lambda z: drop(i, z, best), z), z)
 
-    none = jnp.zeros((z.shape[0], min(NUM_CANDIDATES, z.shape[1])), jnp.int32)
-    return jax.lax.fori_loop(TYPICAL, TOP_P + 1, step, (z, none))[0]
+    z = either(typical, lambda z: keep_typical(z, rows.typical_p, typical), z)
+    z = either(min_p, lambda z: keep_min_p(z, rows.min_p, min_p), z)
+    return either(jnp.any(wanted, axis=0), prefixes, z)
