@@ -67,7 +67,7 @@ class Scheduler:
         self._ids: Counter[str] = Counter()  # live sequences of each request that has any
         self._followers: dict[str, list[Sequence]] = {}  # samples that wait for the first one to compute the prompt
         self._beams: dict[str, BeamSearch] = {}
-        self._timed: dict[Key, Sequence] = {}  # those with a deadline
+        self._due: dict[str, float] = {}  # of requests with a deadline: when that is
         self._ended: list[TokenEvent] = []
         self._orders = itertools.count()
         self._runs = Running(
@@ -119,8 +119,8 @@ class Scheduler:
         for sequence in sequences:
             self._live[sequence.key] = sequence
             self._ids[request.id] += 1
-            if request.service.deadline is not None:
-                self._timed[sequence.key] = sequence
+        if request.service.deadline is not None:
+            self._due[request.id] = now + request.service.deadline
         self.entrance.queue.push(sequences[0], now)
 
     @property
@@ -225,6 +225,7 @@ class Scheduler:
             sequence.num_pending -= row.steps
             if row.request_id in self._beams:
                 self.stats.generated_tokens += 1
+                self.entrance.generated(self._beams[row.request_id].sequences[0], 1, now)  # all beams on one account
                 if self._beams[row.request_id].take(sequence, result):
                     events += self._advance(self._beams[row.request_id])
                 continue
@@ -257,7 +258,10 @@ class Scheduler:
         done = search.advance(self.tables, enter, leave)
         for beam in search.live if not done else ():
             self.tables.publish(beam, beam.num_committed)
-        return search.events() if done else []
+        if not done:
+            return []
+        self.trace.note(search.request.id, 0, self.clock(), "finished", reason="beams")
+        return search.events()
 
     def _take(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> TokenEvent:
         first = len(sequence.tokens) == sequence.prompt_len
@@ -294,12 +298,10 @@ class Scheduler:
     # --- parts of schedule ------------------------------------------------------------------------------------------
 
     def _end_late(self, now: float) -> None:
-        """Ends what has passed its deadline, or cannot meet it any more and has not started."""
-        for sequence in list(self._timed.values()):
-            late = sequence.arrival + (sequence.request.service.deadline or 0.0) <= now
-            if late and sequence.key in self._live:
-                self.trace.note(*sequence.key, now, "dropped", because="its deadline has passed")
-                self._ended += self._end(sequence.request.id, "deadline")
+        """Ends what has passed its deadline."""
+        for request_id in [request_id for request_id, due in self._due.items() if due <= now]:
+            self.trace.note(request_id, 0, now, "dropped", because="its deadline has passed")
+            self._ended += self._end(request_id, "deadline")
 
     def _release_followers(self, now: float) -> None:
         """Samples join the queue once the first one has computed the prompt for them, or has ended or been preempted."""
@@ -367,21 +369,24 @@ class Scheduler:
         usage = sequence.usage()
         now = self.clock()
         self.trace.note(*sequence.key, now, "finished", reason=reason, generated=usage.generated)
-        self.entrance.left(sequence, now)
         self._forget(sequence)
         return TokenEvent(sequence.request.id, sequence.index, (), finish=reason, usage=usage)
 
     def _forget(self, sequence: Sequence) -> None:
         request_id = sequence.request.id
         del self._live[sequence.key]
-        self._timed.pop(sequence.key, None)
+        if request_id not in self._beams:
+            self.entrance.left(sequence, self.clock())
         self.stats.slot_steps.ended(sequence)
         self._ids[request_id] -= 1
         if not self._ids[request_id]:
             del self._ids[request_id]
             self._followers.pop(request_id, None)
+            self._due.pop(request_id, None)
             search = self._beams.pop(request_id, None)
-            self._runs.lanes += search.lanes if search else []
+            if search is not None:
+                self._runs.lanes += search.lanes
+                self.entrance.left(search.sequences[0], self.clock())
             self.trace.end(request_id)
 
     def _count(self, plan: Plan) -> None:

@@ -1,5 +1,7 @@
 """Beam search through the scheduler: hypotheses are those of a search that shares nothing, whatever happens to its blocks."""
 
+from dataclasses import replace
+
 import pytest
 from fake_device import candidates, drive, expected, make_request, make_scheduler, tokens_of
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from pagedjax.errors import UserError
 from pagedjax.host import beam
-from pagedjax.host.request import Request
+from pagedjax.host.request import Request, Service
 from pagedjax.host.tables import BlockTables
 
 
@@ -116,6 +118,30 @@ def test_a_cancelled_search_gives_all_back() -> None:
     drive(scheduler, {0: [request]}, 1, each_step)
     assert [(e.index, e.finish) for e in ended] == [(0, "cancelled"), (1, "cancelled")]
     assert len(scheduler._runs.lanes) == 4
+
+
+def test_all_beams_are_on_one_account() -> None:
+    """A tenant pays for the prompt once and for each beam's tokens, and nothing of the search is left when it is over."""
+    scheduler = make_scheduler(100)
+    request = replace(make_request("a", [*range(6)], 10, beam_width=4), service=Service(tenant="t"))
+    drive(scheduler, {0: [request]}, 1)
+    tenants = scheduler.entrance.tenants
+    assert tenants.counter("interactive", "t") == 6 * 1.0 + scheduler.stats.generated_tokens * 2.0
+    assert scheduler.stats.generated_tokens > 20 and not tenants._accounts
+    assert [d.what for d in scheduler.trace.of("a")][-1] == "finished"
+
+
+def test_a_deadline_ends_a_search_whichever_beams_live() -> None:
+    now = [0.0]
+    scheduler = make_scheduler(100, clock=lambda: now[0])
+    request = replace(make_request("a", [*range(6)], 40, beam_width=4, n=2), service=Service(deadline=2.0))
+
+    def tick(*_: object) -> None:
+        now[0] += 0.1
+
+    events = drive(scheduler, {0: [request]}, 1, tick)
+    assert [events["a", i][-1].finish for i in range(2)] == ["deadline"] * 2
+    assert now[0] < 3 and not scheduler._due and len(scheduler._runs.lanes) == 4
 
 
 @pytest.mark.parametrize(
