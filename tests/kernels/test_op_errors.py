@@ -62,7 +62,7 @@ def test_paged_attention(change, match):
         ({"k": NEW[:0], "v": NEW[:0]}, "k must hold at least one token"),
         ({"slots": LENS[:2]}, r"slots must be i32\[3\]; got int32\[2\]"),
         ({"num_rows": 0}, "num_rows must be at least 1; got 0"),
-        ({"backend": "none"}, "backend of kv_write must be xla_tokens or xla_blocks; got none"),
+        ({"backend": "none"}, "backend of kv_write must be xla_blocks or xla_tokens; got none"),
     ],
 )
 def test_kv_write(change, match):
