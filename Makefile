@@ -92,9 +92,11 @@ kernels: .venv/ready
 
 aot-short: .venv/ready-aot
 	$(PY) -m pytest -m '(aot_tpu or aot_gpu) and not kernels_full'
+	$(PY) -m pallas_kernels.aot --short
 
 aot: .venv/ready-aot
 	$(PY) -m pytest -m 'aot_tpu or aot_gpu'
+	$(PY) -m pallas_kernels.aot --json aot.json
 
 clean:
 	rm -rf .venv .tools .models
