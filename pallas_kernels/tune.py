@@ -23,7 +23,7 @@ from pallas_kernels import OPS
 from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.targets import Chip, chip_for, platform_of
 from pallas_kernels.common.tuning import ROOT, Entry, chip_name, save, trying
-from pallas_kernels.measure import seconds_a_call
+from pallas_kernels.measure import seconds_of, with_donation
 from pallas_kernels.workload import Attention, Load, Write
 
 SERVING = ((64, 8192), (16, 4096), (1, 32768), (256, 512))  # rows and context
@@ -74,7 +74,7 @@ def try_all(load: Load, backend: Backend, chip: Chip | None, budget: float, say:
         try:
             with trying(load.op, backend.name, config):
                 compiled = jax.jit(call, donate_argnums=load.donate).lower(*args).compile()
-            seconds = seconds_a_call(compiled, args, donate=load.donate, budget=budget)
+            seconds = seconds_of(with_donation(compiled, args, load.donate), budget=budget)
         except Exception as error:  # compilers raise what they like
             say(f"  {config}: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
             continue

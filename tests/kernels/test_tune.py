@@ -26,7 +26,8 @@ def test_what_it_writes_is_what_the_op_looks_up(tmp_path: Path, monkeypatch: pyt
     )
     seconds = iter((3e-3, 1e-3, 2e-3))
     compiled = []
-    monkeypatch.setattr(tune, "seconds_a_call", lambda f, *_, **__: compiled.append(f.as_text()) or next(seconds))
+    monkeypatch.setattr(tune, "with_donation", lambda f, *_: compiled.append(f.as_text()))
+    monkeypatch.setattr(tune, "seconds_of", lambda *_, **__: next(seconds))
     assert main(["paged_decode", "--load", SMALL, "--out", str(out)]) == 0
     assert "3.00 times as fast as by rule" in capsys.readouterr().out
     assert len(set(compiled)) == 3  # every candidate is another program
