@@ -19,9 +19,9 @@ from pagedjax.config import EngineConfig, ModelConfig
 from pagedjax.debug import PoolWatch
 from pagedjax.device.compile import (
     Compiled,
+    Lower,
     compilations_of_this_thread,
     compile_all,
-    compiler_options,
     lower_read_block,
     lower_set_lane,
     lower_step,
@@ -270,9 +270,7 @@ class Engine:
     ) -> tuple[dict[Bucket, Compiled], dict[str, Compiled]]:
         """The steps, and the small programs beside them by name."""
         max_model_len = self.config.schedule.max_model_len
-        lowerings: list[tuple[Any, Callable[[], jax.stages.Lowered]]] = [
-            ("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab))
-        ]
+        lowerings: list[tuple[Any, Lower]] = [("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab))]
         if swaps:
             lowerings.append(("read_block", partial(lower_read_block, state, self.mesh)))
             lowerings.append(("write_block", partial(lower_write_block, state, self.mesh)))
@@ -290,7 +288,7 @@ class Engine:
                 done += 1
                 progress(f"compile {key}", done, total)
 
-        compiled = compile_all(lowerings, compiler_options(self.mesh.devices.flat[0].platform), count)
+        compiled = compile_all(lowerings, self.mesh, count)
         return {bucket: compiled[bucket] for bucket in self.buckets}, {name: compiled[name] for name in names}
 
     def _check(self, request: Request) -> None:

@@ -4,9 +4,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +17,14 @@ from jax.sharding import Mesh
 from pagedjax.buckets import Bucket
 from pagedjax.device.blocks import read_block, write_block
 from pagedjax.device.lanes import set_lane
+from pagedjax.device.programs import load_program, program_file, save_program
 from pagedjax.device.sharding import block_in_host_memory, block_on_device, replicated, state_shardings
 from pagedjax.device.step import StepSpec, run_step
 from pagedjax.errors import UserError, check
 from pagedjax.state import DeviceState, StepInput, StepOutput
 from pagedjax.wire import lane_fields, size, split, step_fields
+
+Lower = partial[jax.stages.Lowered]  # one of the functions below and its arguments, which are all that the program depends on
 
 
 @dataclass(frozen=True)
@@ -96,34 +100,42 @@ def compiler_options(platform: str) -> dict[str, Any]:
 
 
 def compile_all(
-    lowerings: Iterable[tuple[Any, Callable[[], jax.stages.Lowered]]],
-    options: dict[str, Any],
-    progress: Callable[[Any, "Compiled"], None] = lambda *_: None,
+    programs: Iterable[tuple[Any, Lower]], mesh: Mesh, progress: Callable[[Any, Compiled], None] = lambda *_: None
 ) -> dict[Any, Compiled]:
-    """{key: Compiled}, with `options` for XLA. Lowering is serial (tracing is Python), compilation runs in max(1, cores / 4)
-    threads."""
+    """{key: Compiled} for the devices of `mesh`. A program that is kept on disk is loaded; the others are lowered one after
+    the other (tracing is Python) and compiled in max(1, cores / 4) threads."""
+    options = compiler_options(mesh.devices.flat[0].platform)
 
-    def finish(key: Any, lowered: jax.stages.Lowered, lowering_seconds: float) -> tuple[Any, Compiled]:
-        start = time.perf_counter()
-        executable = lowered.compile(compiler_options=options)
+    def finish(key: Any, executable: jax.stages.Compiled, start: float) -> Compiled:
         memory = executable.memory_analysis()
         done = Compiled(
             call=executable,
-            seconds=lowering_seconds + time.perf_counter() - start,
+            seconds=time.perf_counter() - start,
             temp_bytes=memory.temp_size_in_bytes if memory else 0,
             alias_bytes=memory.alias_size_in_bytes if memory else 0,
         )
         progress(key, done)
-        return key, done
+        return done
 
+    def compile_lowered(key: Any, lowered: jax.stages.Lowered, file: Path | None, lowering_seconds: float) -> Compiled:
+        start = time.perf_counter() - lowering_seconds
+        executable = lowered.compile(compiler_options=options)
+        if file is not None:
+            save_program(file, executable)
+        return finish(key, executable, start)
+
+    compiled: dict[Any, Compiled | Future[Compiled]] = {}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as threads:
-        pending = []
-        for key, lower in lowerings:
+        for key, lower in programs:
             start = time.perf_counter()
-            lowered = lower()
-            pending.append(threads.submit(finish, key, lowered, time.perf_counter() - start))
-        compiled = dict(p.result() for p in pending)
-    return compiled
+            file = program_file(lower, options, mesh)
+            kept = None if file is None else load_program(file, mesh)
+            if kept is not None:
+                compiled[key] = finish(key, kept, start)
+            else:
+                lowered = lower()
+                compiled[key] = threads.submit(compile_lowered, key, lowered, file, time.perf_counter() - start)
+        return {key: c.result() if isinstance(c, Future) else c for key, c in compiled.items()}
 
 
 class _Counter(threading.local):
