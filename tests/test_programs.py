@@ -1,17 +1,20 @@
 """Compiled programs on disk: a second start compiles nothing and gives the same tokens; what goes into a program goes into its
 name; a file that is not what it should be is compiled again."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 from test_engine import run, tokens_of
 from test_rules import ROOT, imports, inside, module_name, sources
 from test_tensor_parallel import some_requests
@@ -19,18 +22,10 @@ from test_tensor_parallel import some_requests
 from pagedjax.buckets import Bucket
 from pagedjax.commands.cache import entries
 from pagedjax.device import programs
+from pagedjax.device.compile import compile_all
 from pagedjax.device.programs import describe, load_program, program_file, save_program
 from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where programs are kept during the test: empty."""
-    before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture
@@ -56,30 +51,57 @@ def outcome(engine: Engine) -> list[tuple[int, ...]]:
     return [tokens_of(events[request.id, index]) for request in requests for index in range(request.params.n)]
 
 
+@pytest.fixture
+def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files of programs that an engine asks for from here on."""
+    found: list[Path] = []
+
+    def noted(file: Path, mesh: Mesh) -> jax.stages.Compiled | None:
+        found.append(file)
+        return load_program(file, mesh)
+
+    monkeypatch.setattr("pagedjax.device.compile.load_program", noted)
+    return found
+
+
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "stacked": True}], ids=["one device", "two"])
 def test_a_second_start_compiles_nothing(
-    stories_engine: Callable[..., Engine], folder: Path, compiled: list[jax.stages.Lowered], options: dict[str, Any]
+    stories_engine: Callable[..., Engine],
+    compile_cache: str,
+    compiled: list[jax.stages.Lowered],
+    looked_for: list[Path],
+    options: dict[str, Any],
 ) -> None:
-    """One damaged file is one program compiled, and the file is replaced."""
-    build: Callable[..., Engine] = partial(stories_engine.__wrapped__, **options)  # pyright: ignore[reportFunctionMemberAccess]
-    first = build()
-    kept = {path.name: path.read_bytes() for path in entries(str(folder)) if path.name.endswith("-program")}
-    assert len(compiled) == len(kept) == len(first.executables) + 1
+    first = stories_engine(**options)
     compiled.clear()
-    second = build()
+    looked_for.clear()
+    second = stories_engine.__wrapped__(**options)  # pyright: ignore[reportFunctionMemberAccess]
     assert compiled == []
+    assert len(set(looked_for)) == len(first.executables) + 2 and set(looked_for) <= set(entries(compile_cache))
     for bucket, was in first.executables.items():
         now = second.executables[bucket]
         assert (now.alias_bytes, now.temp_bytes) == (was.alias_bytes, was.temp_bytes)
     assert outcome(second) == outcome(first)
 
-    name = next(name for name in kept if name.startswith("step-"))
-    (folder / name).write_bytes(kept[name][:-100])
-    third = build()
-    assert len(compiled) == 1
-    assert outcome(third) == outcome(first)
+
+def test_a_damaged_file_is_compiled_again(
+    stories_engine: Callable[..., Engine],
+    compile_cache: str,
+    tmp_path: Path,
+    compiled: list[jax.stages.Lowered],
+    looked_for: list[Path],
+) -> None:
+    """And replaced; the other programs are loaded."""
+    first = stories_engine()
+    shutil.copytree(compile_cache, tmp_path, dirs_exist_ok=True)
+    build: Callable[..., Engine] = partial(stories_engine.__wrapped__, compile_cache=str(tmp_path))  # pyright: ignore
     build()
+    file = next(file for file in looked_for if file.is_relative_to(tmp_path) and file.name.startswith("step"))
+    file.write_bytes(file.read_bytes()[:-100])
+    compiled.clear()
+    assert outcome(build()) == outcome(first)
     assert len(compiled) == 1
+    assert load_program(file, first.mesh) is not None
 
 
 def lower_power(shape: jax.ShapeDtypeStruct, bucket: Bucket, exponent: int) -> jax.stages.Lowered:
@@ -87,23 +109,24 @@ def lower_power(shape: jax.ShapeDtypeStruct, bucket: Bucket, exponent: int) -> j
 
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
+FOLDER = "somewhere"
 CUBE = partial(lower_power, SHAPE, Bucket(8, 2), 3)
 
 
-def name_of(lower: partial = CUBE, options: Any = None, shards: int = 1) -> str:
-    file = program_file(lower, options or {}, make_mesh(shards))
+def name_of(lower: partial[Any] = CUBE, options: Any = None, shards: int = 1) -> str:
+    file = program_file(FOLDER, lower, options or {}, make_mesh(shards))
     assert file is not None
     return file.name
 
 
-def test_what_goes_into_a_program_goes_into_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_into_a_program_goes_into_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [
         name_of(),
         name_of(partial(lower_power, SHAPE, Bucket(8, 4), 3)),
         name_of(partial(lower_power, SHAPE, Bucket(8, 2), 2)),
         name_of(partial(lower_power, jax.ShapeDtypeStruct((5,), jnp.float32), Bucket(8, 2), 3)),
         name_of(partial(lower_power, jax.ShapeDtypeStruct((4,), jnp.bfloat16), Bucket(8, 2), 3)),
-        name_of(partial(name_of, SHAPE, Bucket(8, 2), 3)),
+        name_of(partial(name_of, CUBE, Bucket(8, 2), 3)),
         name_of(options={"xla_backend_optimization_level": 1}),
         name_of(shards=2),
     ]
@@ -119,7 +142,7 @@ def test_what_goes_into_a_program_goes_into_its_name(folder: Path, monkeypatch: 
     assert name_of() == names[0], "the control: nothing has changed"
 
 
-def test_the_source_goes_into_the_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_goes_into_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_text("x = 1")
     monkeypatch.setattr(programs, "SOURCES", (tmp_path,))
     names = []
@@ -155,8 +178,8 @@ def test_flags_of_xla_are_among_its_options() -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "bit", "other name", "no program"])
-def test_a_file_that_is_no_program_of_that_name(folder: Path, damage: str) -> None:
-    file, mesh = folder / name_of(), make_mesh(1)
+def test_a_file_that_is_no_program_of_that_name(tmp_path: Path, damage: str) -> None:
+    file, mesh = tmp_path / name_of(), make_mesh(1)
     save_program(file, CUBE().compile())
     whole, loaded = file.read_bytes(), load_program(file, mesh)
     assert loaded is not None and loaded(jnp.full(4, 2.0)).tolist() == [10.0] * 4
@@ -168,7 +191,7 @@ def test_a_file_that_is_no_program_of_that_name(folder: Path, damage: str) -> No
         case "bit":
             file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
         case "other name":
-            file = file.rename(folder / name_of(partial(lower_power, SHAPE, Bucket(8, 2), 2)))
+            file = file.rename(tmp_path / name_of(partial(lower_power, SHAPE, Bucket(8, 2), 2)))
         case _:
             file.write_bytes(programs.digest_of(file, b"hello") + b"hello")
     assert load_program(file, mesh) is None
@@ -177,6 +200,35 @@ def test_a_file_that_is_no_program_of_that_name(folder: Path, damage: str) -> No
 def test_a_program_that_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="a compiled program cannot be kept as .*nowhere"):
         save_program(tmp_path / "nowhere" / "power", CUBE().compile())
+
+
+@pytest.fixture
+def jax_cache(tmp_path: Path) -> Iterator[None]:
+    """JAX's own cache, on."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
+
+
+def test_what_comes_from_the_cache_of_jax_is_not_kept(tmp_path: Path, jax_cache: None) -> None:
+    """On CPU such a program lacks its functions when it is serialized once more: the control."""
+    mesh = make_mesh(1)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (made,) = compile_all([("cube", CUBE)], mesh, str(tmp_path / name)).values()
+        assert made.call(jnp.full(4, 2.0)).tolist() == [10.0] * 4
+    assert len(list((tmp_path / "first").iterdir())) == 1 and not list((tmp_path / "second").iterdir())
+
+    file = tmp_path / "second" / "power"
+    save_program(file, cast(jax.stages.Compiled, made.call))
+    loaded = load_program(file, mesh)
+    assert loaded is not None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not found"):
+        loaded(jnp.full(4, 2.0)).block_until_ready()
 
 
 def test_only_what_can_be_told_apart_names_a_program() -> None:

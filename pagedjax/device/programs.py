@@ -34,15 +34,14 @@ SOURCES = (PACKAGE / "device", PACKAGE / "models", KERNELS) + tuple(
 DIGEST_BYTES = 32
 
 
-def program_file(lower: partial, options: dict[str, Any], mesh: Mesh) -> Path | None:
-    """Where the program that `lower` lowers is kept: in the folder of JAX's cache. None where there is none, and on other
-    platforms than CPU: there layers are scanned, so that lowering is short, and this has not been tried."""
-    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+def program_file(folder: str, lower: partial, options: dict[str, Any], mesh: Mesh) -> Path | None:
+    """Where the program that `lower` lowers is kept. None where `folder` is "", and on other platforms than CPU: there layers are
+    scanned, so that lowering is short, this has not been tried, and JAX's cache is on."""
     if not folder or mesh.devices.flat[0].platform != "cpu":
         return None
     parts = (describe(lower), repr(sorted(options.items())), describe(mesh), source_digest(), surroundings(mesh))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return Path(folder) / f"{lower.func.__name__.removeprefix('lower_')}-{digest}-program"
+    return Path(folder).expanduser() / f"{lower.func.__name__.removeprefix('lower_')}-{digest}-program"
 
 
 def load_program(file: Path, mesh: Mesh) -> jax.stages.Compiled | None:
