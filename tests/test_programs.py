@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from test_engine import run, tokens_of
-from test_rules import ROOT, imports, inside, module_name, sources
+from test_rules import ROOT, inside, module_name, reached, sources
 from test_tensor_parallel import some_requests
 
 from pagedjax.buckets import Bucket
@@ -155,16 +155,11 @@ def test_the_source_goes_into_the_name(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_all_that_device_and_models_import_is_source() -> None:
-    graph = {module_name(path): (path, imports(path, text)) for path, text in sources("pagedjax", "pallas_kernels")}
-    seen, todo = set(), [name for name in graph if inside(name, ("pagedjax.device", "pagedjax.models"))]
-    while todo:
-        name = todo.pop()
-        if name in graph and name not in seen:
-            seen.add(name)
-            todo += graph[name][1]
-    files = {ROOT / graph[name][0] for name in seen - {"pagedjax"}}
-    assert ROOT / "pallas_kernels/kv_write/__init__.py" in files
-    assert {file for file in files if not any(file.is_relative_to(source) for source in programs.SOURCES)} == set()
+    files = {module_name(path): ROOT / path for path, _ in sources("pagedjax", "pallas_kernels")}
+    starts = [name for name in files if inside(name, ("pagedjax.device", "pagedjax.models"))]
+    seen = {files[name] for name in reached(*starts) if name in files and name != "pagedjax"}
+    assert ROOT / "pallas_kernels/kv_write/__init__.py" in seen
+    assert {file for file in seen if not any(file.is_relative_to(source) for source in programs.SOURCES)} == set()
 
 
 def test_flags_of_xla_are_among_its_options() -> None:
