@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,14 +18,15 @@ from pagedjax.config import EngineConfig, ModelConfig
 from pagedjax.debug import PoolWatch
 from pagedjax.device.compile import (
     Compiled,
+    Lower,
     compilations_of_this_thread,
     compile_all,
-    compiler_options,
     lower_read_block,
     lower_set_lane,
     lower_set_mask,
     lower_step,
     lower_write_block,
+    lower_zero_state,
 )
 from pagedjax.device.lanes import abstract_lanes
 from pagedjax.device.params import ShardLayout
@@ -99,8 +99,7 @@ class Engine:
         moves = (others["read_block"].call, others["write_block"].call) if config.debug else None
         self.compile_seconds = time.perf_counter() - start
         release_freed()
-        # Zeros, not undefined memory: what a masked slot holds must be finite.
-        self.state: DeviceState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), state)
+        self.state: DeviceState = others["zero_state"].call()
         self._watch = PoolWatch(*moves, self.state.kv.shape, kv_dtype(config), mesh) if moves else None
         if self._watch is not None:
             num_blocks -= 1  # the guard
@@ -278,7 +277,8 @@ class Engine:
     ) -> tuple[dict[Bucket, Compiled], dict[str, Compiled]]:
         """The steps, and the small programs beside them by name."""
         max_model_len = self.config.schedule.max_model_len
-        lowerings: list[tuple[Any, Callable[[], jax.stages.Lowered]]] = [
+        lowerings: list[tuple[Any, Lower]] = [
+            ("zero_state", partial(lower_zero_state, state)),
             ("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab)),
             ("set_mask", partial(lower_set_mask, spec, state)),
         ]
@@ -299,7 +299,7 @@ class Engine:
                 done += 1
                 progress(f"compile {key}", done, total)
 
-        compiled = compile_all(lowerings, compiler_options(self.mesh.devices.flat[0].platform), count)
+        compiled = compile_all(lowerings, self.mesh, self.config.compile_cache, count)
         return {bucket: compiled[bucket] for bucket in self.buckets}, {name: compiled[name] for name in names}
 
     def _check(self, request: Request) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from checkpoints.load import load_params, resolve_dtype
 from checkpoints.open import open_checkpoint
 from pagedjax.config import EngineConfig, resolve, with_options
-from pagedjax.device.compile import set_compile_cache
+from pagedjax.device.compile import open_compile_cache
 from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
@@ -90,10 +90,10 @@ class LLM:
         path, or vLLM's names: LLM(path, max_model_len=2048, tensor_parallel_size=2)."""
         config = with_options(config or EngineConfig(), options)
         map_large_buffers()
-        set_compile_cache(config.compile_cache)
         checkpoint = open_checkpoint(os.fspath(model))
         mesh = make_mesh(config.sharding.model)
         platform = cast(Literal["cpu", "gpu", "tpu"], mesh.devices.flat[0].platform)
+        open_compile_cache(config.compile_cache, platform)
         config = resolve(config, checkpoint.config, platform, resolve_dtype(checkpoint, config.dtype, mesh))
         self.tokenizer: Tokenizer | None = open_tokenizer(checkpoint.tokenizer_source)
         self.defaults = checkpoint.defaults
