@@ -1,5 +1,6 @@
 """LLM: the offline API. Names follow vLLM's, so that its users feel at home."""
 
+import asyncio
 import contextlib
 import itertools
 import math
@@ -21,8 +22,9 @@ from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
 from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Service, Usage
-from pagedjax.loop import EngineLoop, Stream, start_off_loop
+from pagedjax.loop import EngineLoop
 from pagedjax.memory import map_large_buffers
+from pagedjax.stream import Stream
 from pagedjax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Prompt = str | Sequence[int]
@@ -161,7 +163,7 @@ class LLM:
         self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, service: Service | None = None
     ) -> Stream:
         """`stream` for servers: neither tokenizing nor waiting for the engine's thread holds up the event loop."""
-        return await start_off_loop(lambda: self.stream(prompt, sampling_params, service=service))
+        return await self.loop.submit_async(await asyncio.to_thread(self.request, prompt, sampling_params, service))
 
     # --- what the engine remembers ----------------------------------------------------------------------------------
 
