@@ -92,11 +92,13 @@ class LLM:
         config = with_options(config or EngineConfig(), options)
         map_large_buffers()
         set_compile_cache(config.compile_cache)
-        checkpoint = open_checkpoint(os.fspath(model))
+        self.model = os.fspath(model)
+        checkpoint = open_checkpoint(self.model)
         mesh = make_mesh(config.sharding.model)
         platform = cast(Literal["cpu", "gpu", "tpu"], mesh.devices.flat[0].platform)
         config = resolve(config, checkpoint.config, platform, resolve_dtype(checkpoint, config.dtype, mesh))
-        self.tokenizer: Tokenizer | None = open_tokenizer(checkpoint.tokenizer_source)
+        self.tokenizer_source = checkpoint.tokenizer_source
+        self.tokenizer: Tokenizer | None = open_tokenizer(self.tokenizer_source)
         self.defaults = checkpoint.defaults
         start = time.perf_counter()
         params, layout = load_params(

@@ -21,9 +21,7 @@ class ServeConfig:
     tls_key: str = ""  # PEM file with its private key
     tls_client_ca: str = ""  # PEM file; clients must bring a certificate that it signed (mTLS)
     drain_seconds: float = 30.0  # after SIGTERM: how long running requests may go on
-    unready_seconds: float = (
-        0.0  # after SIGTERM: how long new requests are still taken while health says no, so that routers notice
-    )
+    unready_seconds: float = 0.0  # before that: how long new requests are still taken while health says no, for routers to see it
     wedged_seconds: float = 120.0  # one step may take so long before liveness is denied
     tokenizer_threads: int = 2  # that tokenize prompts and render chats
     profile_folder: str = ""  # where StartProfile writes; "": profiling is refused

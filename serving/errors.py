@@ -1,6 +1,5 @@
 """What goes wrong, as clients see it: one table for gRPC and HTTP."""
 
-import asyncio
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,8 +93,6 @@ def refusal(error: BaseException) -> Refusal:
             return Refusal("queue_full", str(error), retry_after=error.retry_after)
         case UserError():
             return Refusal("invalid_argument", str(error))
-        case asyncio.CancelledError():
-            return Refusal("cancelled", "the request was cancelled")
         case EngineStopped():
             return Refusal("engine_failed", "the engine stopped after an error; the request may be sent to another one")
     return Refusal("internal", f"an error of the server's own ({type(error).__name__}); its log has more")

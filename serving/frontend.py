@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any, Literal
 
 from pagedjax.errors import EngineStopped
@@ -19,8 +20,10 @@ from serving.errors import Refusal, refusal
 from serving.events import Accepted, Advanced, Ended, Event, Observer, Refused
 from serving.limits import check_params, check_prompt, check_text
 from serving.reply import Reply
+from serving.totals import Totals
 
 State = Literal["starting", "ready", "draining", "failed"]
+VERSION = version("pagedjax")
 log = logging.getLogger("pagedjax.serving")
 
 
@@ -47,8 +50,9 @@ class Frontend:
     def __init__(self, config: ServeConfig, model: str):
         """`model`: as it was given to the server, which is its name unless the configuration has another."""
         self.config, self.model_name = config, config.served_model_name or model
-        self.started = time.time()
-        self.observers: list[Observer] = []
+        self.started = self.last_received = time.time()
+        self.totals = Totals()
+        self.observers: list[Observer] = [self.totals.observe]
         self.on_state: list[Callable[[State], None]] = []
         self.failure: BaseException | None = None
         self._state: State = "starting"
@@ -163,6 +167,7 @@ class Frontend:
 
     def _take(self, call: Call) -> LLM:
         """What can be said of a request before its prompt is looked at."""
+        self.last_received = time.time()
         if self._refuses:
             raise Refusal("draining", "the server is shutting down and takes no new requests")
         if self._state == "failed":

@@ -7,7 +7,7 @@ update. What has not been read is bounded: beyond `max_unread` the request is en
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from pagedjax.host.request import FinishReason, Request, Usage
@@ -145,7 +145,7 @@ class Reply:
         self._news.set()
         self._on_end(self)
 
-    async def __aiter__(self) -> AsyncIterator[Update]:
+    async def __aiter__(self) -> AsyncGenerator[Update]:
         try:
             while True:
                 if self._pending:

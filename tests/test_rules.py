@@ -48,6 +48,7 @@ MAY_ENTER = {
     "pagedjax.commands": ("pagedjax.llm", "pagedjax.loop", "checkpoints", "serving"),
     "serving": ("pagedjax.llm", "pagedjax.loop"),
     "pagedjax.__main__": ("pagedjax.cli",),
+    "pagedjax.cli": ("serving.config",),
     "bench": ("pagedjax.llm", "pagedjax.loop", "checkpoints"),
 }
 NO_JAX = (

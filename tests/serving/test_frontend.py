@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from loopback import SMALL, STORIES
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.errors import EngineStopped
@@ -22,25 +22,8 @@ from serving.frontend import Call, Frontend
 from serving.limits import Limits
 from serving.reply import Pieces, Reply, weight
 
-STORIES = Path(__file__).parents[1] / "golden" / "stories260K"
-SMALL = {
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "block_size": 16,
-    "buckets.decode_rows": (4,),
-    "buckets.prefill_tokens": (32,),
-    "cache.kv_memory": 2 << 20,
-    "compile_cache": "",
-}
 GREEDY = SamplingParams(max_tokens=60, temperature=0)
 LONG = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(STORIES, **SMALL) as llm:
-        yield llm
 
 
 @contextlib.asynccontextmanager
