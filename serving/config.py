@@ -2,6 +2,7 @@
 
 import ipaddress
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pagedjax.errors import check
 from serving.limits import Limits
@@ -25,7 +26,8 @@ class ServeConfig:
     wedged_seconds: float = 120.0  # one step may take so long before liveness is denied
     tokenizer_threads: int = 2  # that tokenize prompts and render chats
     profile_folder: str = ""  # where StartProfile writes; "": profiling is refused
-    log_prompts: bool = False  # write the text of prompts to the log
+    log_format: Literal["text", "json"] = "text"  # of the log, which goes to stderr
+    log_prompts: bool = False  # write the token ids of prompts to the log, too
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self):

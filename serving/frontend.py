@@ -1,7 +1,6 @@
 """The one interface between the engine and everything that speaks to clients."""
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,12 @@ from serving.config import ServeConfig
 from serving.errors import Refusal, refusal
 from serving.events import Accepted, Advanced, Ended, Event, Observer, Refused
 from serving.limits import check_params, check_prompt, check_text
+from serving.log import LOG
 from serving.reply import Reply
 from serving.totals import Totals
 
 State = Literal["starting", "ready", "draining", "failed"]
 VERSION = version("pagedjax")
-log = logging.getLogger("pagedjax.serving")
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Frontend:
         except Exception as error:
             refused = refusal(error)
             if refused.code == "internal":
-                log.exception("request %s", call.request_id)
+                LOG.exception("request %s", call.request_id)
             self._tell(Refused(call.caller, refused))
             raise refused from error
 

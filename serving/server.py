@@ -13,8 +13,8 @@ from pagedjax.llm import LLM
 from serving.auth import Keys, read_keys
 from serving.config import ServeConfig, check_exposure
 from serving.frontend import Frontend
+from serving.log import LOG, requests
 
-log = logging.getLogger("pagedjax.serving")
 FAILED = 70  # exit code after a failed step (EX_SOFTWARE)
 FLUSH_SECONDS = 1.0  # for answers that are on their way when all else has ended
 
@@ -48,6 +48,7 @@ async def serve(
     keys = read_keys(config.api_keys)
     check_exposure(config, bool(keys))
     frontend, stop = Frontend(config, model), asyncio.Event()
+    frontend.observers.append(requests(prompts=config.log_prompts))
     failed = asyncio.Event()
     frontend.on_state.append(lambda state: failed.set() if state == "failed" else None)
     listeners: list[Listener] = []
@@ -57,7 +58,7 @@ async def serve(
                 listeners.append(await open_one(frontend, keys))
             llm = await _first(_in_thread(load), stop)
             if llm is None:
-                log.info("stopped while the model was being loaded")
+                LOG.info("stopped while the model was being loaded")
                 os._exit(0)  # the thread is inside JAX and cannot be ended
             try:
                 frontend.start(llm)
@@ -74,15 +75,15 @@ async def serve(
             await _stop(listeners)
             frontend.close()
     if frontend.failure is not None:
-        log.critical("the engine failed, the server ends: %s: %s", type(frontend.failure).__name__, frontend.failure)
+        LOG.critical("the engine failed, the server ends: %s: %s", type(frontend.failure).__name__, frontend.failure)
         return FAILED
-    log.info("drained, the server ends")
+    LOG.info("drained, the server ends")
     return 0
 
 
 async def _drain(frontend: Frontend, failed: asyncio.Event) -> None:
     config = frontend.config
-    log.info("draining: %d requests are open, they have %g s", frontend.open_requests, config.drain_seconds)
+    LOG.info("draining: %d requests are open, they have %g s", frontend.open_requests, config.drain_seconds)
     frontend.drain(refuse=False)
     await asyncio.sleep(config.unready_seconds)
     frontend.drain()
@@ -90,7 +91,7 @@ async def _drain(frontend: Frontend, failed: asyncio.Event) -> None:
         async with asyncio.timeout(config.drain_seconds):
             await _first(frontend.idle(), failed)
     if frontend.open_requests:
-        log.warning("%d requests did not end in time and are cancelled", frontend.open_requests)
+        LOG.warning("%d requests did not end in time and are cancelled", frontend.open_requests)
         frontend.abort_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
@@ -110,7 +111,7 @@ def _signals(stop: asyncio.Event):
 
     def on_signal(number: int) -> None:
         if stop.is_set():
-            log.warning("%s again: stopped at once", signal.Signals(number).name)
+            LOG.warning("%s again: stopped at once", signal.Signals(number).name)
             logging.shutdown()
             os._exit(128 + number)
         stop.set()

@@ -1,7 +1,6 @@
 """`pagedjax serve`: a model behind gRPC and HTTP."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +8,16 @@ from pagedjax.commands.start import start
 from pagedjax.flags import engine_config
 from serving.config import ServeConfig
 from serving.frontend import Frontend
+from serving.log import LOG, setup
 from serving.rpc.listen import open_grpc
 from serving.server import Listener, Open, serve
-
-log = logging.getLogger("pagedjax.serving")
 
 
 def run(command: Any) -> int:
     """`command` is cli.Serve; the exit code. UserError for wrong flags before anything is opened or loaded."""
     config: ServeConfig = engine_config(command.serve, ServeConfig, "serve.")
     engine_config(command.engine)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    setup(config.log_format)
     return asyncio.run(serve(config, command.model, lambda: start(command.model, command.engine), openers(config), ready=announce))
 
 
@@ -30,4 +28,4 @@ def openers(config: ServeConfig) -> list[Open]:
 
 def announce(frontend: Frontend, listeners: Sequence[Listener]) -> None:
     """The one line that says that requests are taken, and where."""
-    log.info("ready: %s at %s", frontend.model_name, ", ".join(listener.address for listener in listeners))
+    LOG.info("ready: %s at %s", frontend.model_name, ", ".join(listener.address for listener in listeners))

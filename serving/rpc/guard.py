@@ -1,7 +1,6 @@
 """What stands before every method: who calls, and how what goes wrong is told."""
 
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
@@ -13,10 +12,10 @@ import grpc.aio
 from pagedjax.errors import EngineStopped, UserError
 from serving.auth import Caller, Keys, authenticate
 from serving.errors import Refusal, refusal
+from serving.log import LOG
 from serving.rpc import status
 
 OPEN = ("/grpc.health.v1.Health/",)  # asked by who has no key
-log = logging.getLogger("pagedjax.serving")
 _caller: ContextVar[Caller] = ContextVar("caller")
 
 
@@ -97,5 +96,5 @@ async def _tell(context: grpc.aio.ServicerContext, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, Refusal | UserError | EngineStopped):
-        log.exception("a method failed", exc_info=error)
+        LOG.exception("a method failed", exc_info=error)
     await status.abort(context, refusal(error))
