@@ -1,6 +1,7 @@
 """EngineLoop: the one thread that owns the Engine, and the way in and out of it for everybody else."""
 
 import asyncio
+import contextlib
 import math
 import queue
 import threading
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from pagedjax.engine import Engine
 from pagedjax.errors import EngineStopped, QueueFull, check
 from pagedjax.host.beam import choose
+from pagedjax.host.cache_log import CacheEvent, CacheLog
 from pagedjax.host.pools import POOLS
 from pagedjax.host.request import Request, TokenEvent, Usage
 from pagedjax.stream import Delta, Stream, wake_all
@@ -70,6 +72,7 @@ class EngineLoop:
         self._failure: BaseException | None = None
         self._closed = False
         self._busy_since: float | None = None
+        self._cache_watcher: Callable[[list[CacheEvent]], object] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -107,6 +110,24 @@ class EngineLoop:
     async def call_async[T](self, ask: Callable[[Engine], T]) -> T:
         """`call` for an event loop."""
         return await asyncio.wrap_future(self._ask(lambda: ask(self.engine)))
+
+    async def watch_cache(self, call: Callable[[list[CacheEvent]], None]) -> None:
+        """From now on `call` runs on this event loop after each step in which the prefix cache learned or forgot something. One
+        watcher at a time."""
+        event_loop, tables = asyncio.get_running_loop(), self.engine.scheduler.tables
+
+        def begin(_: Engine) -> None:
+            tables.log = CacheLog()
+            self._cache_watcher = lambda events: event_loop.call_soon_threadsafe(call, events)
+
+        await self.call_async(begin)
+
+    def _tell_cache(self) -> None:
+        log = self.engine.scheduler.tables.log
+        events = log.take() if log is not None else []
+        if events and self._cache_watcher is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is waiting
+                self._cache_watcher(events)
 
     def seconds_busy(self) -> float:
         """Since when the engine's thread has been in one step or command; 0 while it waits for something to do."""
@@ -216,6 +237,7 @@ class EngineLoop:
         """Runs what was sent; waits for something when there is no work, or none until a while has passed. False at the end."""
         while True:
             self.load = self._measure()
+            self._tell_cache()
             wait = self.engine.seconds_idle() if self.engine.has_work() else None
             self._busy_since = time.monotonic() if wait == 0 else None
             try:

@@ -17,6 +17,7 @@ from serving.auth import Caller
 from serving.config import ServeConfig
 from serving.errors import Refusal, refusal
 from serving.events import Accepted, Advanced, Ended, Event, Observer, Refused
+from serving.kv_events import KvFeed
 from serving.limits import check_params, check_prompt, check_text
 from serving.log import LOG
 from serving.reply import Reply
@@ -50,7 +51,7 @@ class Frontend:
         """`model`: as it was given to the server, which is its name unless the configuration has another."""
         self.config, self.model_name = config, config.served_model_name or model
         self.started = self.last_received = time.time()
-        self.totals = Totals()
+        self.totals, self.kv_feed = Totals(), KvFeed()
         self.observers: list[Observer] = [self.totals.observe]
         self.on_state: list[Callable[[State], None]] = []
         self.failure: BaseException | None = None
@@ -92,8 +93,9 @@ class Frontend:
         """Seconds that the engine has been in its current step; 0 while it is idle."""
         return 0.0 if self._llm is None else self._llm.loop.seconds_busy()
 
-    def start(self, llm: LLM) -> None:
+    async def start(self, llm: LLM) -> None:
         """The model is there, and every shape compiled: requests are taken from now on."""
+        await llm.loop.watch_cache(self.kv_feed.publish)
         self._llm = llm
         event_loop = asyncio.get_running_loop()
 

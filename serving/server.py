@@ -61,7 +61,7 @@ async def serve(
                 LOG.info("stopped while the model was being loaded")
                 os._exit(0)  # the thread is inside JAX and cannot be ended
             try:
-                frontend.start(llm)
+                await frontend.start(llm)
                 ready(frontend, listeners)
                 await _first(failed.wait(), stop)
                 if frontend.state != "failed":

@@ -60,8 +60,7 @@ def serving(llm: LLM | None, keys: Keys | None = None, **options: Any) -> Iterat
         frontend = Frontend(ServeConfig(grpc_port=0, **options), "stories")
         listener = await open_grpc(frontend, keys or Keys())
         if llm is not None:
-            frontend.start(llm)
-            await asyncio.sleep(0)
+            await frontend.start(llm)
         return Server(llm, frontend, listener.address, loop, [listener])  # pyright: ignore[reportArgumentType]
 
     async def end(server: Server) -> None:

@@ -19,6 +19,7 @@ PACKAGES = ("pagedjax", "checkpoints", "pallas_kernels", "serving", "bench")
 FILE_LINES = 420  # "about 400"
 FUNCTION_LINES = 60
 KERNEL = re.compile(r"pallas_kernels/\w+/(xla|mosaic_\w+)\.py")  # a kernel's body may be longer
+GENERATED = re.compile(r"_pb2(_grpc)?\.py$")  # by protoc
 WORDS = ("Manager", "Helper", "Util", "Base", "Handler")
 BY_NAME = ("pagedjax/__init__.py", "pagedjax/cli.py")  # load modules by name, when they are asked for
 
@@ -68,6 +69,8 @@ OUTSIDE = {"pallas_kernels": ("jax", "numpy")}  # all that may be imported besid
 def sources(*packages: str) -> Iterator[tuple[str, str]]:
     for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
+            if GENERATED.search(path.name):
+                continue
             yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 

@@ -16,10 +16,13 @@ from pagedjax.errors import UserError, check
 from serving.auth import Keys
 from serving.config import ServeConfig
 from serving.frontend import Frontend
+from serving.proto.pagedjax.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from serving.rpc.admin import Admin
 from serving.rpc.guard import Guard
+from serving.rpc.inference import Inference
 from serving.rpc.vllm import VllmEngine
 
-SERVED = (vllm_engine_pb2,)  # modules whose services are here
+SERVED = (vllm_engine_pb2, inference_pb2, admin_pb2)  # modules whose services are here
 POLL_SECONDS = 1.0  # after which a step that hangs is seen
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -53,6 +56,8 @@ async def open_grpc(frontend: Frontend, keys: Keys) -> GrpcListener:
     config = frontend.config
     server = grpc.aio.server(interceptors=[Guard(keys)], options=options(config))
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngine(frontend), server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(Inference(frontend), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(Admin(frontend), server)
     names = [service.full_name for file in SERVED for service in file.DESCRIPTOR.services_by_name.values()]
     servicer = aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

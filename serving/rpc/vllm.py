@@ -19,7 +19,9 @@ from serving import profile
 from serving.auth import require_admin
 from serving.errors import Refusal
 from serving.frontend import VERSION, Call, Frontend
-from serving.reply import Pieces, Reply
+from serving.gather import Collected
+from serving.reply import Reply
+from serving.rpc import kv_messages
 from serving.rpc import vllm_messages as messages
 from serving.rpc.guard import caller, deadline
 from serving.tokenizer_files import archive, chunks
@@ -127,6 +129,23 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         for piece, sha256 in chunks(data):
             yield common.GetTokenizerChunk(data=piece, sha256=sha256)
 
+    async def SubscribeKvEvents(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """What is cached, which shows what was asked. Between batches the load alone, unless the subscriber does not know that a
+        stream may begin with it."""
+        require_admin(caller())
+        await context.send_initial_metadata(())
+        last, batches = 0, self._frontend.kv_feed.subscribe(request.start_sequence_number)
+        async with contextlib.aclosing(batches):
+            sample = 0
+            async for batch in batches:
+                sample += 1
+                load = kv_messages.engine_load(self._frontend, sample)
+                if batch is not None:
+                    last = batch.sequence
+                    yield kv_messages.batch(batch, load)
+                elif last or request.load_records_before_first_batch:
+                    yield kv_messages.load_only(last, load)
+
     # --- what its owner asks ----------------------------------------------------------------------------------------
 
     async def FlushCache(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -170,17 +189,12 @@ async def _answers(reply: Reply, *, streams: bool) -> AsyncIterator[Any]:
     """Chunks as they come, if so wanted, and of each sequence one `complete` with all of its output."""
     assert reply.request is not None
     ids, params = reply.request.prompt, reply.request.params
-    whole: dict[int, Pieces] = {}
+    collected = Collected()
     async with contextlib.aclosing(reply.__aiter__()) as updates:
         async for update in updates:
             for delta in update:
-                if delta.index in whole:
-                    whole[delta.index].add(delta)
-                else:
-                    whole[delta.index] = Pieces(delta)
-                if delta.finish == "deadline":
-                    raise Refusal("deadline_exceeded", "the deadline passed before the request was done")
+                collected.add(delta)
                 if streams and delta.tokens:
                     yield messages.chunk(delta, ids, 0 if delta.usage is None else delta.usage.cached)
                 if delta.finish is not None:
-                    yield messages.complete(whole.pop(delta.index).joined(), ids, params.stop_token_ids)
+                    yield messages.complete(collected.pop(delta.index), ids, params.stop_token_ids)

@@ -10,7 +10,7 @@ from pagedjax.host.request import Logprobs, SamplingParams, Usage
 from pagedjax.stream import Delta
 from serving.errors import Refusal
 
-FINISH = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort"}
+FINISH = {"stop": "stop", "length": "length", "cancelled": "abort"}  # a deadline is a status
 ELSEWHERE = {  # fields of GenerateRequest that stand for what this engine does not do
     "kv_transfer_params": "prefill and decode on different workers",
     "mm_inputs": "images and video",

@@ -30,7 +30,7 @@ LONG = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
 async def frontend_of(llm: LLM, **options) -> AsyncIterator[Frontend]:
     """Nothing may be open or held when it is left."""
     frontend = Frontend(ServeConfig(**options), "stories")
-    frontend.start(llm)
+    await frontend.start(llm)
     try:
         yield frontend
         async with asyncio.timeout(30):
@@ -242,7 +242,7 @@ def test_a_failing_step_ends_its_requests_and_says_so() -> None:
     async def main() -> None:
         with LLM(STORIES, **SMALL) as llm:
             frontend = Frontend(ServeConfig(), "stories")
-            frontend.start(llm)
+            await frontend.start(llm)
             states: list[str] = []
             frontend.on_state.append(states.append)
             replies = [await frontend.submit(Call("Once", LONG)) for _ in range(2)]

@@ -1,22 +1,15 @@
 """vllm.grpc.engine.VllmEngine by the stubs of the independent package smg-grpc-proto, on a loopback port."""
 
-import hashlib
-import io
-import json
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
-from loopback import Server, serving
+from loopback import Server
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
-from smg_grpc_proto.generated import common_pb2 as common
 
 from pagedjax import SamplingParams
 
