@@ -1,6 +1,6 @@
 """The prefix cache's contents as a stream of batches, which a subscriber can join late, leave and resume.
 
-Batches are numbered from 1. The last ones are kept, and that is all that is kept for slow subscribers: who falls behind them, or joins
+Batches are numbered from 1. The last ones are kept, and nothing else is for slow subscribers: who falls behind them, or joins
 when the first ones are gone, gets a snapshot of what is cached and goes on from there.
 """
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,21 @@ class Server:
 
         return asyncio.run_coroutine_threadsafe(run(), self.event_loop).result(30)
 
+    @contextlib.contextmanager
+    def slow_steps(self, seconds: float) -> Iterator[None]:
+        """Inside, each step takes so much longer."""
+        engine, step = self.llm.engine, self.llm.engine.step
+
+        def slow() -> Any:
+            time.sleep(seconds)
+            return step()
+
+        engine.step = slow
+        try:
+            yield
+        finally:
+            engine.step = step
+
     def is_free(self) -> bool:
         """Nothing runs, nothing is held."""
         pool = self.llm.engine.scheduler.pool
@@ -80,3 +96,12 @@ def serving(llm: LLM | None, keys: Keys | None = None, **options: Any) -> Iterat
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Waits for it; fails after a while."""
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it does not come true")

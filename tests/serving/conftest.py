@@ -1,4 +1,4 @@
-"""One model and one server for all tests of a module."""
+"""One model for all tests, and one server for all of a module."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from loopback import SMALL, STORIES, Server, serving
 from pagedjax import LLM
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+@pytest.fixture(scope="session")
+def llm(compile_cache: None) -> Iterator[LLM]:
     with LLM(STORIES, **SMALL) as made:
         yield made
 
