@@ -112,7 +112,7 @@ def authenticate(keys: Keys, credentials: Sequence[str], tenant: str = "", prior
         raise Refusal("invalid_argument", f"a tenant is {NAME}; got {tenant[:80]!r}", param="x-tenant")
     if not keys:
         return Caller(tenant=tenant, salt=tenant, priority=_priority(priority, MOST_URGENT))
-    given = [c.removeprefix("Bearer ").removeprefix("bearer ").strip() for c in credentials if c]
+    given = [secret for secret in map(_secret, credentials) if secret]
     if not given:
         raise Refusal("unauthenticated", "an API key is needed: authorization: Bearer KEY")
     key = keys.find(given[0])
@@ -123,6 +123,11 @@ def authenticate(keys: Keys, credentials: Sequence[str], tenant: str = "", prior
     whose = (tenant or key.name) if key.tenant == "*" else key.tenant
     urgency = _priority(priority, key.priority) if priority else key.priority
     return Caller(key.name, whose, whose if key.salt is None else key.salt, urgency, key.admin)
+
+
+def _secret(credential: str) -> str:
+    words = credential.split()
+    return " ".join(words[1:] if words and words[0].lower() == "bearer" else words)
 
 
 def _priority(text: str, most_urgent: int) -> int:

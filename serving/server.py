@@ -65,7 +65,7 @@ async def serve(
                 ready(frontend, listeners)
                 await _first(failed.wait(), stop)
                 if frontend.state != "failed":
-                    await _drain(frontend, failed)
+                    await drain(frontend, failed)
             finally:
                 if frontend.state == "failed":
                     await asyncio.sleep(FLUSH_SECONDS / 10)  # the errors of open requests go out
@@ -81,7 +81,7 @@ async def serve(
     return 0
 
 
-async def _drain(frontend: Frontend, failed: asyncio.Event) -> None:
+async def drain(frontend: Frontend, failed: asyncio.Event) -> None:
     config = frontend.config
     LOG.info("draining: %d requests are open, they have %g s", frontend.open_requests, config.drain_seconds)
     frontend.drain(refuse=False)

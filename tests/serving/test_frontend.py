@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import io
+import json
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -20,7 +22,9 @@ from serving.errors import Refusal
 from serving.events import Ended, Event
 from serving.frontend import Call, Frontend
 from serving.limits import Limits
+from serving.log import LOG, TextLines, requests, setup
 from serving.reply import Pieces, Reply, weight
+from serving.server import drain
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0)
 LONG = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
@@ -218,6 +222,50 @@ def test_states(llm: LLM) -> None:
                 await frontend.submit(Call("Once", GREEDY))
 
     asyncio.run(main())
+
+
+def test_what_does_not_end_in_time_is_cancelled(llm: LLM) -> None:
+    async def main() -> None:
+        async with frontend_of(llm, drain_seconds=0.05) as frontend:
+            step = llm.engine.step
+            llm.engine.step = lambda: (time.sleep(0.02), step())[1]
+            try:
+                reply = await frontend.submit(Call("Once", LONG))
+                await drain(frontend, asyncio.Event())
+                assert [d.finish async for u in reply for d in u][-1] == "cancelled" and frontend.open_requests == 0
+            finally:
+                llm.engine.step = step
+
+    asyncio.run(main())
+
+
+def test_lines_of_the_log(llm: LLM) -> None:
+    """Whose request it was, what it cost and how it ended; token ids of the prompt only where they are asked for."""
+
+    async def main(prompts: bool) -> list[dict]:
+        async with frontend_of(llm, limits=Limits(max_stops=1)) as frontend:
+            frontend.observers.append(requests(prompts=prompts))
+            await text_of(await frontend.submit(Call([1, 403], GREEDY, Caller("key", "tenant"), request_id="mine")))
+            with pytest.raises(Refusal):
+                await frontend.submit(Call([1], replace(GREEDY, stop=("a", "b"))))
+        return [json.loads(line) for line in lines.getvalue().splitlines()]
+
+    handlers, lines = list(LOG.handlers), io.StringIO()
+    try:
+        for prompts in (False, True):
+            with contextlib.redirect_stderr(lines):
+                setup("json")
+            lines.seek(0)
+            lines.truncate()
+            done, refused = asyncio.run(main(prompts))
+            told = {name: done[name] for name in ("request_id", "tenant", "key", "prompt_tokens", "generated_tokens", "finish")}
+            assert list(told.values()) == ["mine@tenant", "tenant", "key", 2, 60, "length"] and done["seconds"] > 0
+            assert done.get("prompt") == ([1, 403] if prompts else None)
+            assert (refused["message"], refused["code"]) == ("refused", "too_many_stops")
+    finally:
+        LOG.handlers[:], LOG.propagate = handlers, True
+    record = LOG.makeRecord("x", 20, "f", 1, "request", (), None, extra={"fields": {"a": "b c", "n": 1}})
+    assert TextLines("%(levelname)s %(message)s").format(record) == "INFO request a='b c' n=1"
 
 
 def test_loads_and_liveness_while_a_step_hangs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
