@@ -58,7 +58,7 @@ demo: .venv/ready $(GGUF)
 	@$(PY) -m examples.demo $(GGUF)
 
 test: .venv/ready
-	$(PY) -m pytest --cov --cov-report=term:skip-covered
+	$(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --cov --cov-report=term:skip-covered
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .
