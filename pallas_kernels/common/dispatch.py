@@ -16,17 +16,24 @@ def always(spec: Any, chip: Chip | None) -> None:
     """`supports` of a backend that takes everything."""
 
 
+def no_choice(spec: Any, chip: Chip | None) -> Sequence[Any]:
+    """`candidates` of a backend without sizes to choose."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of an op. `why` says in a few words where it is the one to use.
 
     supports(spec, chip) says in one sentence why a call cannot be made, or None; it sees shapes, dtypes and options alone.
+    candidates(spec, chip): configs for the tuner to try, the backend's own first; all of them must compile.
     """
 
     name: str
     platforms: tuple[str, ...]  # of PLATFORMS; empty: every one
     why: str
     supports: Callable[[Any, Chip | None], str | None] = always
+    candidates: Callable[[Any, Chip | None], Sequence[Any]] = no_choice
 
     def refuses(self, spec: Any, platform: str, chip: Chip | None = None) -> str | None:
         """Why it does not run a call on a platform, or None."""
