@@ -57,7 +57,7 @@ def two_rows(count: int, steps: int) -> dict[str, Any]:
         ids = tuple(range(300 + 50 * lane, 320 + 50 * lane + count))
         entries.append(Entry(lane, Request(str(lane), ids, SamplingParams(temperature=0)), 0, ids, 60))
         table = np.array([1, block, *[0] * 6], np.int32)
-        rows.append(Row(str(lane), 0, 0, lane, 20, count, ids[-count:], table, steps, None))
+        rows.append(Row(str(lane), 0, 0, lane, 20, count, ids[-count:], table, steps, None, None))
     return {"rows": tuple(rows), "entries": tuple(entries), "steps": steps}
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from pagedjax.buckets import Bucket
 from pagedjax.device.blocks import read_block, write_block
-from pagedjax.device.lanes import set_lane
+from pagedjax.device.lanes import set_lane, set_mask
 from pagedjax.device.sharding import block_in_host_memory, block_on_device, replicated, state_shardings
 from pagedjax.device.step import StepSpec, run_step
 from pagedjax.errors import UserError, check
@@ -72,6 +72,13 @@ def lower_set_lane(spec: StepSpec, state: DeviceState, max_model_len: int, vocab
     jitted = jax.jit(write, donate_argnums=0, in_shardings=(shardings, everywhere, everywhere), out_shardings=shardings)
     fields = lane_fields(max_model_len, vocab)
     return jitted.lower(state, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((size(fields),), jnp.int32))
+
+
+def lower_set_mask(spec: StepSpec, state: DeviceState) -> jax.stages.Lowered:
+    shardings, everywhere = state_shardings(state, spec.mesh), replicated(spec.mesh)
+    jitted = jax.jit(set_mask, donate_argnums=0, in_shardings=(shardings, everywhere, everywhere), out_shardings=shardings)
+    words = state.lanes.mask.shape[1]
+    return jitted.lower(state, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((words,), jnp.uint32))
 
 
 def lower_read_block(state: DeviceState, mesh: Mesh) -> jax.stages.Lowered:
