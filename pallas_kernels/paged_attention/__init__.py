@@ -7,12 +7,19 @@ from pallas_kernels.common.dispatch import Backend, Op, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import triton, xla
 from pallas_kernels.paged_attention.reference import reference
 
 __all__ = ["OP", "paged_attention", "reference"]
 
-OP = Op("paged_attention", (Backend("xla", (), "a loop over blocks with an online softmax"),), TYPICAL_ATTENTION)
+OP = Op(
+    "paged_attention",
+    (
+        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", triton.supports),
+        Backend("xla", (), "a loop over blocks with an online softmax"),
+    ),
+    TYPICAL_ATTENTION,
+)
 
 
 def paged_attention(
@@ -54,6 +61,10 @@ def paged_attention(
         rows = block_tables, context_lens, query_start, num_decode
         return xla.attend(q, kv, layer, *rows, sinks=sinks, shared=shared, **options)
 
+    def in_triton(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, shared, chip):
+        rows = block_tables, context_lens, query_start, num_decode
+        return triton.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=None, chip=chip, **options)
+
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks)
     args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, shared
-    return run(OP, {"xla": in_xla}, spec, args, backend=backend, platform=platform)
+    return run(OP, {"triton": in_triton, "xla": in_xla}, spec, args, backend=backend, platform=platform)
