@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pagedjax", "checkpoints", "pallas_kernels", "bench")
 FILE_LINES = 420  # "about 400"
 FUNCTION_LINES = 60
-KERNEL = re.compile(r"pallas_kernels/\w+/(xla|mosaic_\w+)\.py")  # a kernel's body may be longer
+KERNEL = re.compile(r"pallas_kernels/\w+/(xla|triton|mosaic_\w+)\.py")  # a kernel's body may be longer
 WORDS = ("Manager", "Helper", "Util", "Base", "Handler")
 BY_NAME = ("pagedjax/__init__.py", "pagedjax/cli.py")  # load modules by name, when they are asked for
 
