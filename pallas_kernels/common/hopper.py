@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.layout import LOWEST, MASKED
+from pallas_kernels.common.quantized import compute_dtype, is_quantized
 from pallas_kernels.common.splits import LOG2E
 
 State = tuple[jax.Array, jax.Array, list[jax.Array]]
@@ -56,12 +57,13 @@ class Walk:
 
     @property
     def narrow(self) -> bool:
-        return jnp.dtype(self.dtype).itemsize == 1
+        """Whether the pool is of 8 bits, which are converted before they are multiplied."""
+        return is_quantized(self.dtype)
 
     @property
     def compute(self) -> jnp.dtype:
         """What the tensor cores multiply."""
-        return jnp.dtype(jnp.bfloat16 if self.narrow else self.dtype)
+        return compute_dtype(self.dtype)
 
 
 def columns(width: int, most: int = WIDE) -> tuple[tuple[int, int], ...]:
@@ -157,11 +159,7 @@ def produce(
     def step(i, blocks):
         slot = lax.rem(i - first, jnp.int32(walk.stages))
 
-        @pl.when(i - first >= walk.stages)
-        def _():
-            plgpu.barrier_wait(memory["k_free"].at[slot])
-            plgpu.barrier_wait(memory["v_free"].at[slot])
-
+        pl.when(i - first >= walk.stages)(lambda: wait_until_free(memory, slot))
         for c, block in enumerate(blocks):
             start = i * walk.tile + c * walk.unit
             if walk.copies == 1:
@@ -178,9 +176,12 @@ def produce(
 
         @pl.loop(jnp.maximum(after - walk.stages, first), after)
         def _(i):  # a barrier must not end with an arrival that nobody waited for
-            slot = lax.rem(i - first, jnp.int32(walk.stages))
-            plgpu.barrier_wait(memory["k_free"].at[slot])
-            plgpu.barrier_wait(memory["v_free"].at[slot])
+            wait_until_free(memory, lax.rem(i - first, jnp.int32(walk.stages)))
+
+
+def wait_until_free(memory: dict[str, Any], slot: jax.Array) -> None:
+    plgpu.barrier_wait(memory["k_free"].at[slot])
+    plgpu.barrier_wait(memory["v_free"].at[slot])
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,8 @@ def logits(
     place = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX) + i * walk.tile
     if walk.token_scales:
         k_scale, v_scale = (
-            lax.broadcast_in_dim(plgpu.load(memory[name].at[slot], layout=BY_COLUMN), s.shape, [1]) for name in ("k_scale", "v_scale")
+            lax.broadcast_in_dim(plgpu.load(memory[name].at[slot], layout=BY_COLUMN), s.shape, [1])
+            for name in ("k_scale", "v_scale")
         )
         s = s * k_scale
         if bounds is not None:
@@ -338,7 +340,12 @@ def keys(walk: Walk, memory: dict[str, Any], slot: jax.Array) -> Any:
 
 
 def values(
-    walk: Walk, memory: dict[str, Any], slot: jax.Array, bounds: tuple[jax.Array, jax.Array] | None, i: jax.Array, wg: jax.Array | int
+    walk: Walk,
+    memory: dict[str, Any],
+    slot: jax.Array,
+    bounds: tuple[jax.Array, jax.Array] | None,
+    i: jax.Array,
+    wg: jax.Array | int,
 ) -> Any:
     """The matrix [tile, D'] of a tile's values, once it is there, with 0 outside the context: what lies there may be NaN, and
     0 * NaN is NaN. bounds as in `logits`."""

@@ -66,7 +66,10 @@ def heuristic(block_size: int, width: int, dtype: str, token_scales: bool, chip:
     consumers = 2 if jnp.dtype(dtype).itemsize == 2 and width <= hopper.WIDE else 1
     for stages in (4, 3, 2):
         config = Config(64, stages, consumers)
-        if hopper.shared_bytes(walk_of(config, block_size, width, dtype, token_scales), out_width(width)) <= chip.fast_memory - RESERVE:
+        if (
+            hopper.shared_bytes(walk_of(config, block_size, width, dtype, token_scales), out_width(width))
+            <= chip.fast_memory - RESERVE
+        ):
             return config
     return None
 
@@ -148,7 +151,9 @@ def with_sinks(state: hopper.State, sinks: jax.Array) -> hopper.State:
     return new_top, total * keep + jnp.exp2(sinks * LOG2E - new_top), [a * hopper.over_columns(keep, a.shape) for a in acc]
 
 
-def store(state: hopper.State, out_ref: Any, start: jax.Array, head: jax.Array, count: jax.Array, pack: Packing, buffer: Any) -> None:
+def store(
+    state: hopper.State, out_ref: Any, start: jax.Array, head: jax.Array, count: jax.Array, pack: Packing, buffer: Any
+) -> None:
     """Writes the results of the first `count` queries of a warpgroup to out_ref f32[T, K, G, D''], from token `start` on."""
     group, size = out_ref.shape[2], buffer.shape[1]
     column = 0
@@ -217,7 +222,22 @@ def attend(
 
 
 def attend_tiles(
-    q, kv, layer, block_tables, context_lens, query_start, num_decode, *, scale, window, soft_cap, sinks, kv_scales, chip, config, interpret
+    q,
+    kv,
+    layer,
+    block_tables,
+    context_lens,
+    query_start,
+    num_decode,
+    *,
+    scale,
+    window,
+    soft_cap,
+    sinks,
+    kv_scales,
+    chip,
+    config,
+    interpret,
 ) -> jax.Array:
     """f32[T, H, D] of the rows behind the first num_decode[0]; anything elsewhere."""
     tokens, heads, head_width = q.shape
@@ -234,7 +254,9 @@ def attend_tiles(
     place = tiles.start + take(first - query_start[:-1], tiles.row)
     by_row = jnp.zeros((kv_heads, ROWS), jnp.float32)
     if sinks is not None:
-        by_row = take(jnp.asarray(sinks, jnp.float32).reshape(kv_heads, group).T, jnp.minimum(jnp.arange(ROWS) % pack.group, group - 1)).T
+        by_row = take(
+            jnp.asarray(sinks, jnp.float32).reshape(kv_heads, group).T, jnp.minimum(jnp.arange(ROWS) % pack.group, group - 1)
+        ).T
     options = {"walk": walk, "softmax": Softmax(scale, window, soft_cap), "pack": pack, "sinks": sinks is not None}
     with traced_for(chip):
         out = plgpu.kernel(

@@ -60,7 +60,9 @@ def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
         return f"takes blocks of 8, 16, 32, 64, 128 or 256 tokens; got {pool.block_size}"
     if pool.width % (32 if item == 1 or pool.width > 128 else 16) or pool.width > 256:
         more = min(-(-pool.width // 32) * 32, 256)
-        return f"takes heads stored 16, 32, … or 256 wide, from 128 on and of 8 bits multiples of 32; got {pool.width} (store {more})"
+        return (
+            f"takes heads stored 16, 32, … or 256 wide, from 128 on and of 8 bits multiples of 32; got {pool.width} (store {more})"
+        )
     if pool.layers * pool.blocks * 2 * pool.kv_heads >= 2**31:
         return f"counts heads of blocks in 31 bits; got {pool.layers} x {pool.blocks} x 2 x {pool.kv_heads}"
     if heuristic(pool.block_size, pool.width, spec.dtype, spec.scales == "token", chip) is None:
