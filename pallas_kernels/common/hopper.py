@@ -220,19 +220,17 @@ def consume(
         top, total, acc = carry
         slot = lax.rem(i - first, jnp.int32(walk.stages))
         bounds = (begin, end) if masked else None
-        k = keys(walk, memory, slot)
-        s = product(q, k.transpose((1, 0)), (ROWS, walk.tile))
+        k, k_scale = keys(walk, memory, slot)
+        s = product(q, k.transpose((1, 0)), (ROWS, walk.tile)) * factor
         if not walk.narrow:
             plgpu.barrier_arrive(memory["k_free"].at[slot])
-        s, v_scale = logits(walk, softmax, s * factor, last, bounds, i, slot, memory)
+        s = logits(walk, softmax, s if k_scale is None else s * k_scale, last, masked, i)
         new_top = jnp.maximum(top, jnp.max(s, axis=1))
         p, keep = jnp.exp2(s - over_columns(new_top, s.shape)), jnp.exp2(top - new_top)
         total = total * keep + jnp.sum(p, axis=1)
-        if v_scale is not None:
-            p = p * v_scale
-        p_tile[...] = p.astype(walk.compute)
+        v, v_scale = values(walk, memory, slot, bounds, i, wg)
+        p_tile[...] = (p if v_scale is None else p * v_scale).astype(walk.compute)
         plgpu.commit_smem()
-        v = values(walk, memory, slot, bounds, i, wg)
         acc = [
             a * over_columns(keep, a.shape) + product(p_tile, v.at[:, pl.ds(start, size)], (ROWS, size))
             for a, (start, size) in zip(acc, columns(walk.width), strict=True)
@@ -282,39 +280,18 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
-def logits(
-    walk: Walk,
-    softmax: Softmax,
-    s: jax.Array,
-    last: jax.Array,
-    bounds: tuple[jax.Array, jax.Array] | None,
-    i: jax.Array,
-    slot: jax.Array,
-    memory: dict[str, Any],
-) -> tuple[jax.Array, jax.Array | None]:
-    """(s in units of log2, capped and masked; the factors of the values [64, tile], 0 outside the context, if they are per token).
-
-    bounds: begin and end of the context; None: all of the tile is seen.
-    """
-    v_scale = None
-    place = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX) + i * walk.tile
-    if walk.token_scales:
-        k_scale, v_scale = (
-            lax.broadcast_in_dim(plgpu.load(memory[name].at[slot], layout=BY_COLUMN), s.shape, [1])
-            for name in ("k_scale", "v_scale")
-        )
-        s = s * k_scale
-        if bounds is not None:
-            v_scale = jnp.where((place >= bounds[0]) & (place < bounds[1]), v_scale, 0.0)
+def logits(walk: Walk, softmax: Softmax, s: jax.Array, last: jax.Array, masked: bool, i: jax.Array) -> jax.Array:
+    """Scores of tile i in units of log2, capped, and masked unless all of the tile is seen. last as in `consume`."""
     if softmax.soft_cap is not None:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is more exact than the processor's own
         s = softmax.soft_cap * LOG2E * (1.0 - 2.0 / (jnp.exp2(s * (2 * LOG2E / softmax.soft_cap)) + 1.0))
-    if bounds is None:
-        return s, v_scale
+    if not masked:
+        return s
+    place = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=MATRIX) + i * walk.tile
     latest = over_columns(last, s.shape)
     seen = place <= latest
     if softmax.window is not None:
         seen &= place > latest - softmax.window
-    return jnp.where(seen, s, MASKED), v_scale
+    return jnp.where(seen, s, MASKED)
 
 
 def widen(walk: Walk, source: Any, target: Any, keep: Callable[[jax.Array], jax.Array] | None) -> None:
@@ -329,14 +306,22 @@ def widen(walk: Walk, source: Any, target: Any, keep: Callable[[jax.Array], jax.
     plgpu.commit_smem()
 
 
-def keys(walk: Walk, memory: dict[str, Any], slot: jax.Array) -> Any:
-    """The matrix [tile, D'] of a tile's keys, once it is there."""
+def scales_of(walk: Walk, ring: Any, slot: jax.Array) -> jax.Array | None:
+    """f32[64, tile]: the scale of each token of a tile, if there are such."""
+    if not walk.token_scales:
+        return None
+    return lax.broadcast_in_dim(plgpu.load(ring.at[slot], layout=BY_COLUMN), (ROWS, walk.tile), [1])
+
+
+def keys(walk: Walk, memory: dict[str, Any], slot: jax.Array) -> tuple[Any, jax.Array | None]:
+    """(the matrix [tile, D'] of a tile's keys, once it is there, its scales)."""
     plgpu.barrier_wait(memory["k_full"].at[slot])
     if not walk.narrow:
-        return memory["k_ring"].at[slot]
+        return memory["k_ring"].at[slot], None
+    scale = scales_of(walk, memory.get("k_scale"), slot)
     widen(walk, memory["k_ring"].at[slot], memory["k_wide"], None)
     plgpu.barrier_arrive(memory["k_free"].at[slot])
-    return memory["k_wide"]
+    return memory["k_wide"], scale
 
 
 def values(
@@ -346,16 +331,19 @@ def values(
     bounds: tuple[jax.Array, jax.Array] | None,
     i: jax.Array,
     wg: jax.Array | int,
-) -> Any:
-    """The matrix [tile, D'] of a tile's values, once it is there, with 0 outside the context: what lies there may be NaN, and
-    0 * NaN is NaN. bounds as in `logits`."""
+) -> tuple[Any, jax.Array | None]:
+    """(the matrix [tile, D'] of a tile's values, once it is there, its scales), with 0 outside the context: what lies there may be
+    NaN, and 0 * NaN is NaN. bounds: begin and end of the context; None: all of the tile is within."""
     plgpu.barrier_wait(memory["v_full"].at[slot])
     v, place = memory["v_ring"].at[slot], i * walk.tile
     keep = None if bounds is None else lambda at: (at >= bounds[0] - place) & (at < bounds[1] - place)
     if walk.narrow:
+        scale = scales_of(walk, memory.get("v_scale"), slot)
+        if scale is not None and keep is not None:
+            scale = jnp.where(keep(plgpu.broadcasted_iota(jnp.int32, scale.shape, 1, layout=MATRIX)), scale, 0.0)
         widen(walk, v, memory["v_wide"], keep)
         plgpu.barrier_arrive(memory["v_free"].at[slot])
-        return memory["v_wide"]
+        return memory["v_wide"], scale
 
     if bounds is not None:
 
@@ -368,4 +356,4 @@ def values(
             plgpu.barrier_arrive(memory["v_clean"])
             plgpu.barrier_wait(memory["v_clean"])
 
-    return v
+    return v, None
