@@ -203,12 +203,12 @@ def consume(
     span: tuple[jax.Array, jax.Array],
     memory: dict[str, Any],
     wg: jax.Array | int = 0,
-    whole: tuple[jax.Array, jax.Array] | None = None,
+    whole: jax.Array | None = None,
 ) -> State:
     """A consumer: the state of its queries, which lie in q_tile.
 
     last i32[64]: the last place that each query sees; -1: none. begin, end and span as in `produce`. scales: f32[2] unless they are
-    per token. whole: the tiles whole[0] to whole[1] - 1, within the span, are seen from end to end by all queries.
+    per token. whole: the tiles of the span before this one are seen from end to end by all queries, without a mask.
     """
     first, after = span
     per_tensor = scales is not None and not walk.token_scales
@@ -240,13 +240,9 @@ def consume(
         return new_top, total, acc
 
     state = empty_state(walk)
-    if whole is None:
-        top, total, acc = lax.fori_loop(first, after, partial(step, True), state)
-    else:
-        if softmax.window is not None:
-            state = lax.fori_loop(first, whole[0], partial(step, True), state)
-        state = lax.fori_loop(whole[0], whole[1], partial(step, False), state)
-        top, total, acc = lax.fori_loop(whole[1], after, partial(step, True), state)
+    if whole is not None:
+        state = lax.fori_loop(first, whole, partial(step, False), state)
+    top, total, acc = lax.fori_loop(first if whole is None else whole, after, partial(step, True), state)
     return top, total, [a * scales[1] for a in acc] if per_tensor else acc
 
 

@@ -125,22 +125,16 @@ def body(
         plgpu.barrier_wait(memory["q_full"].at[thread])
         query = lax.div(lax.iota(jnp.int32, ROWS), jnp.int32(pack.group)) + before
         last = plgpu.layout_cast(jnp.where(query < count, position + query, -1), BY_ROW)
-        whole = seen_by_all(walk, softmax, position + before, jnp.minimum(end, position + before + pack.queries), begin, end, span)
+        whole = None
+        if softmax.window is None:  # with one, a third loop would spill registers
+            seen = lax.div(jnp.minimum(position + before + 1, end), jnp.int32(walk.tile))
+            whole = jnp.minimum(seen, span[1])
         factors = scales_ref if quantized else None
         state = hopper.consume(walk, softmax, factors, last, begin, end, span, memory, thread, whole)
         if sinks:
             state = with_sinks(state, plgpu.load(sinks_ref.at[head], layout=BY_ROW))
         mine = jnp.clip(count - before, 0, pack.queries)
         store(state, out_ref, start + before, head, mine, pack, memory["out_tile"].at[thread])
-
-
-def seen_by_all(walk, softmax, first_query, after_queries, begin, end, span):
-    """(first, after): the tiles of the span that all queries at the positions first_query to after_queries - 1 see from end to end,
-    and that lie within begin to end."""
-    tile = jnp.int32(walk.tile)
-    low = begin if softmax.window is None else jnp.maximum(begin, after_queries - softmax.window)
-    first = jnp.clip(lax.div(low + (tile - 1), tile), *span)
-    return first, jnp.clip(lax.div(jnp.minimum(first_query + 1, end), tile), first, span[1])
 
 
 def with_sinks(state: hopper.State, sinks: jax.Array) -> hopper.State:
