@@ -9,14 +9,18 @@ from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_DECODE, attention_spec
 from pallas_kernels.common.tuning import attention_key, tuned
-from pallas_kernels.paged_decode import xla
+from pallas_kernels.paged_decode import mosaic_gpu, triton, xla
 from pallas_kernels.paged_decode.reference import reference
 
 __all__ = ["OP", "paged_decode", "reference"]
 
 OP = Op(
     "paged_decode",
-    (Backend("xla", (), "a loop over blocks with an online softmax", candidates=xla.candidates),),
+    (
+        Backend("mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma", mosaic_gpu.supports),
+        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", triton.supports),
+        Backend("xla", (), "a loop over blocks with an online softmax", candidates=xla.candidates),
+    ),
     TYPICAL_DECODE,
 )
 
@@ -64,7 +68,15 @@ def paged_decode(
             q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, shared=shared, config=config, **options
         )
 
+    def in_mosaic_gpu(q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
+        rows = block_tables, context_lens
+        return mosaic_gpu.decode(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
+
+    def in_triton(q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
+        return triton.decode(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
+
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
     args = q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared
-    out, lse = run(OP, {"xla": in_xla}, spec, args, backend=backend, platform=platform)
+    functions = {"mosaic_gpu": in_mosaic_gpu, "triton": in_triton, "xla": in_xla}
+    out, lse = run(OP, functions, spec, args, backend=backend, platform=platform)
     return (out, lse) if return_lse else out
