@@ -1,5 +1,6 @@
 """Which backend of an op runs where. The ops dispatch by these tables, and reports read the same ones."""
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,17 @@ from pallas_kernels.common.layout import check
 from pallas_kernels.common.targets import Chip, chip_for
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # as the lowering of JAX names them
+
+
+class Later:
+    """A module that is imported when something of it is asked for: kernels of other platforms cost a start nothing (those of Mosaic
+    GPU take a second to import)."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 def always(spec: Any, chip: Chip | None) -> None:

@@ -3,21 +3,23 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, run
+from pallas_kernels.common.dispatch import Backend, Later, Op, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
-from pallas_kernels.paged_attention import mosaic_gpu, triton, xla
+from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.reference import reference
 
 __all__ = ["OP", "paged_attention", "reference"]
 
+mosaic_gpu, triton = Later(f"{__name__}.mosaic_gpu"), Later(f"{__name__}.triton")
+
 OP = Op(
     "paged_attention",
     (
-        Backend("mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma", mosaic_gpu.supports),
-        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", triton.supports),
+        Backend("mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma", lambda *of: mosaic_gpu.supports(*of)),
+        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", lambda *of: triton.supports(*of)),
         Backend("xla", (), "a loop over blocks with an online softmax"),
     ),
     TYPICAL_ATTENTION,
