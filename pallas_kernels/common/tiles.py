@@ -30,3 +30,12 @@ def tiles_of(query_start: jax.Array, context_lens: jax.Array, num_decode: jax.Ar
     place = (number - take(ends - each, row)) * tile
     count = jnp.where(number < ends[-1], jnp.clip(take(counts, row) - place, 0, tile), 0)
     return Tiles(row, take(query_start, row) + place, take(context_lens - counts, row) + place, count)
+
+
+def places_in(tiles: Tiles, tokens: int, tile: int) -> jax.Array:
+    """i32[T]: where each token is in an array of whole tiles one after the other, with room for `tile` tokens each; -1: in none."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    number = jnp.sum((tiles.start <= token[:, None]) & (tiles.count > 0), axis=1, dtype=jnp.int32) - 1
+    offset = token - take(tiles.start, jnp.maximum(number, 0))
+    inside = (number >= 0) & (offset < take(tiles.count, jnp.maximum(number, 0)))
+    return jnp.where(inside, number * tile + offset, -1)
