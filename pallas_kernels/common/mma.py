@@ -77,7 +77,8 @@ def swizzled(width: int, dtype: str) -> tuple[Any, ...]:
     """Transforms of a matrix in shared memory, so that the rows of a tile lie in different banks."""
     bits = 8 * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(width * bits)
-    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
+    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def scratch(walk: Walk) -> dict[str, Any]:
@@ -133,7 +134,9 @@ def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
     return None
 
 
-def fetch(walk: Walk, kv_ref: Any, table_ref: Any, place: tuple, row: jax.Array, end: jax.Array, i: jax.Array, slot, memory) -> None:
+def fetch(
+    walk: Walk, kv_ref: Any, table_ref: Any, place: tuple, row: jax.Array, end: jax.Array, i: jax.Array, slot, memory
+) -> None:
     """Begins to copy keys and values of the tokens of tile i. kv_ref is the pool as a matrix, a token and head a row; `place` is
     (the first block of the layer, kv heads, the kv head). Blocks behind the last token's are not read: it stands in for them."""
     base, kv_heads, head = place
@@ -190,8 +193,8 @@ def attend_tiles(
     span: tuple[jax.Array, jax.Array],
     memory: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """(maximum [rows] in units of log2, denominator [rows], weighted sums [rows, size] a piece of `columns`), f32, of queries q_ref [rows, D'] that attend
-    to the tiles span[0] to span[1] - 1 of a row.
+    """(maximum [rows] in units of log2, denominator [rows], weighted sums [rows, size] a piece of `columns`), f32,
+    of queries q_ref [rows, D'] that attend to the tiles span[0] to span[1] - 1 of a row.
 
     last i32[rows]: the last place that each query sees; begin and end: of all places that one of them sees.
     """
