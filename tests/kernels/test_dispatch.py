@@ -11,7 +11,7 @@ from pallas_kernels.common.targets import CHIPS, chip, chip_for, chip_of_kind
 from pallas_kernels.kv_write import OP as KV_WRITE
 
 
-@pytest.mark.parametrize(("platform", "name"), [("cpu", "xla_tokens"), ("cuda", "xla_tokens"), ("tpu", "xla_blocks")])
+@pytest.mark.parametrize(("platform", "name"), [("cpu", "xla_tokens"), ("cuda", "mosaic_gpu"), ("tpu", "xla_blocks")])
 def test_kv_write_lowers_to_the_backend_that_is_chosen(platform: str, name: str):
     pool = jax.ShapeDtypeStruct((1, 4, 2, 1, 8, 8), jnp.float32)
     new, slots = jax.ShapeDtypeStruct((4, 1, 8), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
