@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Later, Op, run
+from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
@@ -14,13 +14,12 @@ from pallas_kernels.paged_decode.reference import reference
 
 __all__ = ["OP", "paged_decode", "reference"]
 
-mosaic_gpu, triton = Later(f"{__name__}.mosaic_gpu"), Later(f"{__name__}.triton")
-
 OP = Op(
     "paged_decode",
     (
-        Backend("mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma", lambda *of: mosaic_gpu.supports(*of)),
-        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", lambda *of: triton.supports(*of)),
+        kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
+        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
         Backend("xla", (), "a loop over blocks with an online softmax", candidates=xla.candidates),
     ),
     TYPICAL_DECODE,
@@ -70,15 +69,11 @@ def paged_decode(
             q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, shared=shared, config=config, **options
         )
 
-    def in_mosaic_gpu(q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
-        rows = block_tables, context_lens
-        return mosaic_gpu.decode(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
-
-    def in_triton(q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
-        return triton.decode(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
+    def in_kernel(entry, q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
+        return entry(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
 
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
     args = q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared
-    functions = {"mosaic_gpu": in_mosaic_gpu, "triton": in_triton, "xla": in_xla}
+    functions = OP.entries("decode", in_kernel) | {"xla": in_xla}
     out, lse = run(OP, functions, spec, args, backend=backend, platform=platform)
     return (out, lse) if return_lse else out
