@@ -7,12 +7,19 @@ from pallas_kernels.common.dispatch import Backend, Op, run
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_DECODE, attention_spec
-from pallas_kernels.paged_decode import xla
+from pallas_kernels.paged_decode import mosaic_tpu, xla
 from pallas_kernels.paged_decode.reference import reference
 
 __all__ = ["OP", "paged_decode", "reference"]
 
-OP = Op("paged_decode", (Backend("xla", (), "a loop over blocks with an online softmax"),), TYPICAL_DECODE)
+OP = Op(
+    "paged_decode",
+    (
+        Backend("mosaic_tpu", ("tpu",), "reads each block once, ahead of the arithmetic", mosaic_tpu.supports),
+        Backend("xla", (), "a loop over blocks with an online softmax"),
+    ),
+    TYPICAL_DECODE,
+)
 
 
 def paged_decode(
@@ -52,7 +59,10 @@ def paged_decode(
         long = 4 if q.shape[0] > 8 else 1
         return xla.decode(q, kv, layer, block_tables, context_lens, sinks=sinks, shared=shared, long=long, **options)
 
+    def in_mosaic_tpu(q, kv, layer, block_tables, context_lens, sinks, shared, chip):
+        return mosaic_tpu.decode(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=None, chip=chip, **options)
+
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks)
     args = q, kv, layer, block_tables, context_lens, sinks, shared
-    out, lse = run(OP, {"xla": in_xla}, spec, args, backend=backend, platform=platform)
+    out, lse = run(OP, {"mosaic_tpu": in_mosaic_tpu, "xla": in_xla}, spec, args, backend=backend, platform=platform)
     return (out, lse) if return_lse else out
