@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.layout import LOWEST, MASKED, PoolShape
+from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.spec import AttentionSpec, Scales
 from pallas_kernels.common.splits import LOG2E
 from pallas_kernels.common.targets import Chip
@@ -54,15 +55,10 @@ def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def query_dtype(dtype: Any) -> Any:
-    """In which queries meet a pool of this dtype."""
-    return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize > 1 else jnp.dtype(jnp.bfloat16)
-
-
 def vmem_of(spec: AttentionSpec, config: Config, group: int) -> int:
     """VMEM that the kernel takes, an estimate: the ring, the tiles of queries and output twice each, the softmax state, and what
     the arithmetic of two heads holds. group: rows of a token in a tile."""
-    pool, size, wide = spec.pool, jnp.dtype(spec.dtype).itemsize, query_dtype(spec.dtype).itemsize
+    pool, size, wide = spec.pool, jnp.dtype(spec.dtype).itemsize, compute_dtype(spec.dtype).itemsize
     rows, columns = config.tokens * group, config.compute * pool.block_size
     block = 2 * pool.kv_heads * pool.block_size * pool.width * size
     if spec.scales == "token":
@@ -285,7 +281,7 @@ def attend_jobs(
         block_tables.reshape(-1),
         layer.reshape(1),
         kv_scales if options.scales == "tensor" else jnp.ones(2, jnp.float32),
-        q.astype(query_dtype(kv.dtype)),
+        q.astype(compute_dtype(kv.dtype)),
         *pools,
     )
     return out, lse.reshape(*shapes, slabs * LANES)[..., :rows]
@@ -305,6 +301,8 @@ def refusal(spec: AttentionSpec, chip: Chip, *, jobs: int, config: Config, group
         return f"needs head widths stored in multiples of {LANES} (pad the pool's last axis); got {pool.width}"
     if pool.block_size % sublanes(spec.dtype):
         return f"needs blocks of a multiple of {sublanes(spec.dtype)} tokens of {spec.dtype}; got block_size {pool.block_size}"
+    if spec.scales == "token" and pool.block_size % LANES:
+        return f"needs blocks of a multiple of {LANES} tokens for scales per token; got block_size {pool.block_size}"
     needed = scalar_bytes(spec.rows, spec.blocks, jobs)
     if needed > limit:
         return (

@@ -13,6 +13,7 @@ from pallas_kernels.common import tpu_stream
 from pallas_kernels.common.counting import Copy, count_copies
 from pallas_kernels.common.layout import PoolShape
 from pallas_kernels.common.mosaic_tpu import round_up, vmem_of
+from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.spec import TYPICAL_DECODE
 from pallas_kernels.common.targets import CHIPS, chip
 from pallas_kernels.common.testing import Context, make_context, share, tolerance
@@ -33,17 +34,19 @@ def make(case: Case, config: Config | None = None, *, splits=None, params=PLAIN,
         width=case.width,
         stored_width=round_up(case.width, 128),
         dtype=case.dtype,
+        scales=case.scales,
     )
     share(context, groups or {})
     heads = case.kv_heads * case.group
-    q = rng.standard_normal((len(case.lens), heads, case.width)).astype(context.kv.dtype)
+    q = rng.standard_normal((len(case.lens), heads, case.width)).astype(compute_dtype(case.dtype))
     options = {
         "scale": case.width**-0.5,
         "window": case.window,
         "soft_cap": case.soft_cap,
+        "kv_scales": context.kv_scales,
         "sinks": rng.standard_normal(heads).astype(np.float32) if case.sinks else None,
     }
-    static = {"kv_scales": None, "chip": chip("v6e"), "config": config, "num_splits": splits, "interpret": params}
+    static = {"chip": chip("v6e"), "config": config, "num_splits": splits, "interpret": params}
     op = lambda *args: mosaic_tpu.decode(*args, **static, **options)
     tables = context.block_tables if spoil is None else spoil(context.block_tables)
     kernel = interpreted(op, q, context.kv, jnp.int32(1), tables, context.context_lens)
@@ -51,8 +54,8 @@ def make(case: Case, config: Config | None = None, *, splits=None, params=PLAIN,
     return kernel, want, context
 
 
-def check_near(got, want, context: Context, dtype: str) -> None:
-    near = tolerance(dtype, context.kv)
+def check_near(got, want, context: Context) -> None:
+    near = tolerance(context)
     np.testing.assert_allclose(got[0], want[0], rtol=0, atol=near)
     assert np.abs(got[0] - want[0]).mean() <= near / 8
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-4)
@@ -67,14 +70,20 @@ def check_copies(copies: list[Copy], context: Context, case: Case) -> None:
         begin = 0 if case.window is None else max(0, n - case.window)
         for block in range(begin // case.block_size, -(-n // case.block_size)):
             wanted[1, int(context.block_tables[row, block])] += 1
-    assert Counter(copy.where for copy in copies) == wanted
-    assert {copy.bytes for copy in copies} == {context.kv[0, 0].nbytes}
+    arrays = {"block": context.kv} | ({"scales": context.kv_scales} if case.scales == "token" else {})
+    for what, array in arrays.items():
+        found = [copy for copy in copies if copy.what == what]
+        assert Counter(copy.where for copy in found) == wanted
+        assert {copy.bytes for copy in found} == {array[0, 0].nbytes}
+    assert {copy.what for copy in copies} == set(arrays)
 
 
 SHARP = (  # what is tried, the kernel's sizes, the parts of the context
     (Case("edges", (0, 1, 15, 0, 16, 17, 100, 0), group=3, width=128, dtype="bfloat16"), Config(1, 4, 2, 2), 1),
     (Case("all options", (0, 1, 50, 33, 0), group=5, width=80, soft_cap=2.0, sinks=True, window=20), Config(1, 1, 1, 3), 2),
     (Case("parts, some empty", (70, 3, 64, 0, 65, 30), kv_heads=1, window=40, width=192, dtype="bfloat16"), Config(1, 2, 1, 3), 4),
+    (Case("int8", (200, 0, 129), kv_heads=1, block_size=128, width=128, dtype="int8", scales="token"), Config(1, 2, 2, 2), 1),
+    (Case("e4m3", (33, 0, 32, 70), block_size=32, width=96, dtype="float8_e4m3fn", scales="tensor"), Config(1, 1, 1, 2), 1),
 )
 
 
@@ -83,7 +92,7 @@ def test_agrees_with_float64_and_reads_each_block_once(case, config, splits):
     with count_copies() as copies:
         kernel, want, context = make(case, config, splits=splits)
         got = kernel()
-    check_near(got, want, context, case.dtype)
+    check_near(got, want, context)
     check_copies(copies, context, case)
     if case.name == "edges":
         for again, first in zip(kernel(), got, strict=True):
@@ -125,6 +134,7 @@ REFUSED = {
     "stored in multiples of 128 .*; got 64": replace(TYPICAL_DECODE, pool=pool(width=64)),
     "multiple of 16 tokens of bfloat16; got block_size 8": replace(TYPICAL_DECODE, pool=pool(block_size=8)),
     "multiple of 32 tokens of int8; got block_size 16": replace(TYPICAL_DECODE, dtype="int8", pool=pool(block_size=16)),
+    "multiple of 128 tokens for scales per token; got block_size 64": replace(TYPICAL_DECODE, dtype="int8", scales="token"),
     "2106368 bytes of scalar memory for tables of 256 rows x 2048 blocks.* 524288 .*larger block_size": replace(
         TYPICAL_DECODE, rows=256, tokens=256, blocks=2048
     ),
@@ -157,12 +167,21 @@ def test_the_sizes_chosen_by_rule_fit(one, shape):
         assert vmem_of(spec, config, mosaic_tpu.rows_of(spec)) <= one.fast_memory // 2
 
 
+def fitting(case: Case) -> Case:
+    """The case with blocks that are large enough for the kernel."""
+    least = 128 if case.scales == "token" else 4 * 8 // np.dtype(jnp.dtype(case.dtype)).itemsize
+    return case._replace(block_size=round_up(case.block_size, least))
+
+
+ROWS = (0, 17, 1, 40, 300)
+QUANTIZED = [(dtype, scales) for dtype in ("int8", "float8_e4m3fn") for scales in ("tensor", "token")]
 MATRIX = [
-    *CASES,
-    *[Case(f"width {d}", (17, 40), width=d, dtype="bfloat16") for d in (64, 80, 96, 128, 192, 256)],
-    *[Case(f"group {g}", (17, 40), group=g, width=128, dtype="bfloat16") for g in (1, 2, 4, 5, 7, 8, 16)],
-    *[Case(f"heads {k}", (17, 40), kv_heads=k, width=128) for k in (1, 2, 8)],
-    *[Case(f"block {p}", (0, 1, p - 1, p, p + 1, 2 * p), block_size=p, width=128, dtype="bfloat16") for p in (16, 32, 128, 256)],
+    *(fitting(case) for case in CASES if case.dtype != "float16"),
+    *(Case(f"width {d}", ROWS, width=d, dtype="bfloat16") for d in (64, 80, 96, 128, 192, 256)),
+    *(Case(f"group {g}", ROWS, group=g, width=128, dtype="bfloat16") for g in (1, 2, 4, 5, 7, 8, 16)),
+    *(Case(f"heads {k}", ROWS, kv_heads=k, width=128) for k in (1, 2, 8)),
+    *(Case(f"block {p}", (0, 1, p - 1, p, p + 1, 2 * p), block_size=p, width=128, dtype="bfloat16") for p in (16, 32, 128, 256)),
+    *(Case(f"{d} {s}", ROWS, block_size=128, width=128, dtype=d, scales=s, soft_cap=5.0, window=140) for d, s in QUANTIZED),
 ]
 
 
@@ -173,7 +192,7 @@ def test_the_whole_matrix(case):
         with count_copies() as copies:
             kernel, want, context = make(case, config)
             got = kernel()
-        check_near(got, want, context, case.dtype)
+        check_near(got, want, context)
         check_copies(copies, context, case)
 
 
@@ -182,4 +201,4 @@ def test_the_whole_matrix(case):
 def test_any_number_of_parts(splits):
     case = Case("parts", (0, 1, 16, 50, 200), kv_heads=1, width=128, dtype="bfloat16", sinks=True)
     kernel, want, context = make(case, Config(1, 2, 1, 3), splits=splits)
-    check_near(kernel(), want, context, case.dtype)
+    check_near(kernel(), want, context)
