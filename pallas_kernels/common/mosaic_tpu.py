@@ -10,6 +10,7 @@ The grid goes over jobs (`tpu_stream.Jobs`). Those of one tile follow each other
 Dao 2023, FlashAttention-2 (arXiv 2307.08691); Milakov and Gimelshein 2018, online softmax (arXiv 1805.02867).
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +29,9 @@ from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tpu_stream import CLOSES, OPENS, Config, JobReader, Jobs, Stream, scalars
 
 LANES, SUBLANES = 128, 8  # of a vector register of 32-bit values
-UNROLLED_ROWS = 64  # of a tile; above, a loop goes over the heads, and code does not grow with them
+# How many heads are computed side by side, so that one's arithmetic hides the other's latency: of tiles of few rows. Large ones
+# have enough to do for themselves, and code must not grow without need.
+UNROLLED_HEADS, UNROLLED_ROWS = 8, 64
 DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn")
 COMPUTE_TOKENS = 512  # of context at once: four registers of scores a head for 8 rows, and dots that fill the matrix units
 IN_FLIGHT = 1.0e-6  # seconds that a chunk takes to arrive; with three buffers two are on their way: about the latency of HBM
@@ -184,11 +187,16 @@ def kernel(
         each_head(one)
 
     def each_head(one: Any) -> None:
-        if rows <= UNROLLED_ROWS:
-            for head in range(kv_heads):
-                one(head)
+        together = math.gcd(kv_heads, UNROLLED_HEADS) if rows <= UNROLLED_ROWS else 1
+
+        def some(i: jax.Array | int, _: None) -> None:
+            for j in range(together):
+                one(i * together + j)
+
+        if together == kv_heads:
+            some(0, None)
         else:
-            lax.fori_loop(0, kv_heads, lambda head, _: one(head), None)
+            lax.fori_loop(0, kv_heads // together, some, None)
 
     def chunk(i: jax.Array, _: None) -> None:
         stream.start_next()

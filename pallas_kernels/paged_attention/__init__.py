@@ -8,12 +8,19 @@ from pallas_kernels.common.layout import check, check_ints, check_layer, check_p
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import mosaic_tpu, xla
 from pallas_kernels.paged_attention.reference import reference
 
 __all__ = ["OP", "paged_attention", "reference"]
 
-OP = Op("paged_attention", (Backend("xla", (), "a loop over blocks with an online softmax"),), TYPICAL_ATTENTION)
+OP = Op(
+    "paged_attention",
+    (
+        Backend("mosaic_tpu", ("tpu",), "tiles of queries over blocks that are read ahead", mosaic_tpu.supports),
+        Backend("xla", (), "a loop over blocks with an online softmax"),
+    ),
+    TYPICAL_ATTENTION,
+)
 
 
 def paged_attention(
@@ -58,6 +65,10 @@ def paged_attention(
         rows = block_tables, context_lens, query_start, num_decode
         return xla.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, shared=shared, **options)
 
+    def in_mosaic_tpu(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
+        rows = block_tables, context_lens, query_start, num_decode
+        return mosaic_tpu.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
+
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
     args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared
-    return run(OP, {"xla": in_xla}, spec, args, backend=backend, platform=platform)
+    return run(OP, {"mosaic_tpu": in_mosaic_tpu, "xla": in_xla}, spec, args, backend=backend, platform=platform)
