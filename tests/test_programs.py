@@ -77,7 +77,7 @@ def test_a_second_start_compiles_nothing(
     looked_for.clear()
     second = stories_engine.__wrapped__(**options)  # pyright: ignore[reportFunctionMemberAccess]
     assert compiled == []
-    assert len(set(looked_for)) == len(first.executables) + 2 and set(looked_for) <= set(entries(compile_cache))
+    assert len(set(looked_for)) == len(first.executables) + 3 and set(looked_for) <= set(entries(compile_cache))
     for bucket, was in first.executables.items():
         now = second.executables[bucket]
         assert (now.alias_bytes, now.temp_bytes) == (was.alias_bytes, was.temp_bytes)
