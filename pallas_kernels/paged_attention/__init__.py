@@ -8,7 +8,7 @@ from pallas_kernels.common.layout import check, check_ints, check_layer, check_p
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import mosaic_tpu, xla
 from pallas_kernels.paged_attention.reference import reference
 
 __all__ = ["OP", "paged_attention", "reference"]
@@ -16,6 +16,7 @@ __all__ = ["OP", "paged_attention", "reference"]
 OP = Op(
     "paged_attention",
     (
+        kernel(__name__, "mosaic_tpu", ("tpu",), "tiles of queries over blocks that are read ahead"),
         kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
         kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
         kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),

@@ -17,6 +17,7 @@ __all__ = ["OP", "paged_decode", "reference"]
 OP = Op(
     "paged_decode",
     (
+        kernel(__name__, "mosaic_tpu", ("tpu",), "reads each block once, ahead of the arithmetic"),
         kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
         kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
         kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
