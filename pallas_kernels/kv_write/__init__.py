@@ -9,7 +9,7 @@ from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.spec import TYPICAL_WRITE, WriteSpec
-from pallas_kernels.kv_write import mosaic_tpu, xla
+from pallas_kernels.kv_write import xla
 from pallas_kernels.kv_write.reference import reference
 
 __all__ = ["OP", "kv_write", "reference"]
@@ -17,7 +17,6 @@ __all__ = ["OP", "kv_write", "reference"]
 OP = Op(
     "kv_write",
     (
-        Backend("mosaic_tpu", ("tpu",), "rewrites the tiles of memory that tokens are in", mosaic_tpu.supports),
         kernel(__name__, "mosaic_tpu", ("tpu",), "rewrites the tiles of memory that tokens are in"),
         Backend("xla_blocks", ("tpu",), "rewrites whole blocks: there XLA copies the pool for a write of single tokens"),
         kernel(__name__, "mosaic_gpu", ("cuda",), "one launch, in which an 8-bit pool's numbers and scales are made, too"),

@@ -8,7 +8,7 @@ from pallas_kernels.common.layout import check, check_ints, check_layer, check_p
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
-from pallas_kernels.paged_attention import mosaic_tpu, xla
+from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.reference import reference
 
 __all__ = ["OP", "paged_attention", "reference"]
