@@ -1,7 +1,8 @@
 """All that needs a GPU, in one command, for whoever has one: python -m bench.gpu_checks FOLDER (make gpu-checks).
 
-Every kernel is run on the device and compared with the portable XLA path, at sizes that interpreters are too slow for, a pool of more
-than 2**31 elements among them; then bench/kernels.py measures. FOLDER/<device>.json has both. The exit code is 1 where a kernel is wrong.
+Every kernel is run on the device and compared with the portable XLA path, at sizes that interpreters are too slow for, a pool of
+more than 2**31 elements among them; then bench/kernels.py measures. FOLDER/<device>.json has both. The exit code is 1 where a
+kernel is wrong.
 """
 
 import argparse

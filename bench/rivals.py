@@ -88,7 +88,12 @@ def jax_kernel(load: Load, args: tuple[Any, ...], platform: str) -> Run | None:
     elif platform == "cuda" and gpu_kernels is not None:
         k, v = (jax.jit(lambda kv, i=i: kv[0, :, i].transpose(1, 0, 2, 3))(kv) for i in (0, 1))
         kernel, splits = gpu_kernels.paged_attention, min(16, call.blocks & -call.blocks)
-        f = jax.jit(lambda q, k, v, tables, lens: kernel(q * call.width**-0.5, k, v, tables, lens, k_splits=splits))
+        fetch = max(1, 128 // call.block_size)  # more do not fit into shared memory
+        f = jax.jit(
+            lambda q, k, v, tables, lens: kernel(
+                q * call.width**-0.5, k, v, tables, lens, k_splits=splits, pages_per_compute_block=fetch
+            )
+        )
         some = q, k, v, tables, lens
     else:
         return None
