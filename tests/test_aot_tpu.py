@@ -1,8 +1,6 @@
 """The whole step of a Llama 3 8B and of a model of full and window layers, compiled to machine code for TPU without one: our
 kernels are in it, and the pool is written in place."""
 
-import importlib.util
-import os
 import re
 from typing import Any, cast
 
@@ -21,10 +19,11 @@ from pagedjax.device.step import StepSpec
 from pagedjax.memory import kv_dtype, pool_shape
 from pagedjax.models import model_for
 from pagedjax.state import DeviceState
+from pallas_kernels.aot.targets import devices_for, missing
 
 pytestmark = [
     pytest.mark.aot_tpu,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="compiles for TPU: needs libtpu (make aot)"),
+    pytest.mark.skipif(missing("v5e") is not None, reason=str(missing("v5e"))),
 ]
 
 LLAMA_3_8B = ModelConfig(
@@ -59,19 +58,12 @@ WINDOWED = ModelConfig(
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    return mesh_of("v5e:2x2")
+    return mesh_of("v5e")
 
 
-def mesh_of(topology: str) -> Mesh:
+def mesh_of(chip: str) -> Mesh:
     """Four chips of a host, as libtpu describes them to the compiler."""
-    os.environ |= {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    topologies = importlib.import_module("jax.experimental.topologies")
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    devices = devices_for(chip)
     return Mesh(np.asarray(devices[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
@@ -90,21 +82,21 @@ def bytes_of_a_chip(state: DeviceState) -> int:
 
 
 @pytest.mark.parametrize(
-    ("topology", "cfg", "bucket", "steps"),
+    ("chip", "cfg", "bucket", "steps"),
     [
-        ("v5e:2x2", LLAMA_3_8B, Bucket(64, 64), 8),
-        ("v5e:2x2", LLAMA_3_8B, Bucket(512, 64), 8),
-        ("v5e:2x2", WINDOWED, Bucket(64, 64), 1),
-        ("v6e:2x2", LLAMA_3_8B, Bucket(512, 64), 1),
+        ("v5e", LLAMA_3_8B, Bucket(64, 64), 8),
+        ("v5e", LLAMA_3_8B, Bucket(512, 64), 8),
+        ("v5e", WINDOWED, Bucket(64, 64), 1),
+        ("v6e", LLAMA_3_8B, Bucket(512, 64), 1),
     ],
     ids=lambda x: x.architecture if isinstance(x, ModelConfig) else str(x),
 )
 def test_a_whole_step_uses_the_kernels_and_writes_the_pool_in_place(
-    topology: str, cfg: ModelConfig, bucket: Bucket, steps: int
+    chip: str, cfg: ModelConfig, bucket: Bucket, steps: int
 ) -> None:
     """Temporaries below one layer's K and V, on each chip; the alias covers the pool, and nothing copies it. With 8 steps a decode
     bucket is a loop around the step."""
-    mesh, layout = mesh_of(topology), shard_layout(cfg, 4)
+    mesh, layout = mesh_of(chip), shard_layout(cfg, 4)
     model = model_for(cfg.architecture)
     params = abstract_params(model.param_specs(layout.cfg, "bfloat16", layout.vocab), layout.cfg, mesh, stacked=True)
     state = abstract_state(mesh, cfg, 2048)

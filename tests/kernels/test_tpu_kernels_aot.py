@@ -1,47 +1,35 @@
 """The kernels for TPU compiled to machine code for each chip, on a machine without one."""
 
-import importlib.util
-import os
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 
+from pallas_kernels.aot.targets import devices_for, missing
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, TYPICAL_DECODE
-from pallas_kernels.common.targets import chip
+from pallas_kernels.common.targets import CHIPS, chip
 from pallas_kernels.kv_write import mosaic_tpu as kv_write
 from pallas_kernels.paged_attention import mosaic_tpu as paged_attention
 from pallas_kernels.paged_decode import mosaic_tpu as paged_decode
 
 pytestmark = [
     pytest.mark.aot_tpu,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="compiles for TPU: needs libtpu (make aot)"),
+    pytest.mark.skipif(missing("v5e") is not None, reason=str(missing("v5e"))),
 ]
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-SETTINGS = {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-}
 LAYERS, BLOCKS, ROWS, TABLE = 32, 512, 64, 64
 
 
-@pytest.fixture(params=TOPOLOGIES)
-def name(request, monkeypatch) -> str:
-    for key, value in SETTINGS.items():
-        monkeypatch.setenv(key, os.environ.get(key, value))
+@pytest.fixture(params=[c.name for c in CHIPS if c.platform == "tpu"])
+def name(request) -> str:
     return request.param
 
 
 def compiled(name: str, op, *shapes, donate=()):
     """op, called with arrays of these (dtype, *shape), compiled for one chip."""
-    device = topologies.get_topology_desc(TOPOLOGIES[name], platform="tpu").devices[0]
-    place = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array([device]), ("x",)), jax.P())
+    place = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices_for(name)[:1]), ("x",)), jax.P())
     args = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place) for dtype, *shape in shapes]
     return jax.jit(op, donate_argnums=donate).trace(*args).lower(lowering_platforms=("tpu",)).compile()
 
@@ -52,8 +40,8 @@ def size(dtype: str, *shape: int) -> int:
 
 @pytest.mark.parametrize(("dtype", "scales"), [("bfloat16", "none"), ("int8", "token"), ("float8_e4m3fn", "tensor")])
 def test_attention_compiles_and_copies_nothing(name, dtype, scales):
-    """Both kernels, the prefill one with decode rows: no temporary as large as a layer of the pool. 8 bits on the oldest chip, which
-    has no products of them, and on the newest."""
+    """Both kernels, the prefill one with decode rows: no temporary as large as a layer of the pool. 8 bits on the oldest chip and
+    the newest."""
     if dtype != "bfloat16" and name not in ("v5e", "tpu7x"):
         pytest.skip("between the oldest and the newest")
     tokens, kv_heads, group, block, width = 256, 2, 4, 128, 128
