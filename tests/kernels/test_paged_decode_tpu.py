@@ -74,8 +74,8 @@ def check_copies(copies: list[Copy], context: Context, case: Case) -> None:
     for what, array in arrays.items():
         found = [copy for copy in copies if copy.what == what]
         assert Counter(copy.where for copy in found) == wanted
-        assert {copy.bytes for copy in found} == {array[0, 0].nbytes}
-    assert {copy.what for copy in copies} == set(arrays)
+        assert {copy.bytes for copy in found} <= {array[0, 0].nbytes}
+    assert {copy.what for copy in copies} <= set(arrays)
 
 
 SHARP = (  # what is tried, the kernel's sizes, the parts of the context
