@@ -85,9 +85,7 @@ def check_attention(case: AttentionCase, **more: Any) -> np.ndarray:
     q, context, options = inputs(case, lens, case.tokens)
     query_start = np.cumsum([0, *counts]).astype(np.int32)
     rows = context.block_tables, context.context_lens, query_start
-    out = interpret(
-        attention.attend, q, context.kv, jnp.int32(1), *rows, np.array([case.num_decode], np.int32), **options, **more
-    )
+    out = interpret(attention.attend, q, context.kv, jnp.int32(1), *rows, np.array([case.num_decode], np.int32), **options, **more)
     want = attention_reference(q, context.kv, 1, *rows, **options)
     assert out.dtype == np.float32
     np.testing.assert_allclose(out, want, rtol=0, atol=tolerance(context))
