@@ -45,6 +45,7 @@ class Walk:
     width: int  # of the pool
     dtype: str  # of the pool
     token_scales: bool
+    interpreted: bool = False
 
     @property
     def unit(self) -> int:
@@ -202,7 +203,7 @@ def consume(
     end: jax.Array,
     span: tuple[jax.Array, jax.Array],
     memory: dict[str, Any],
-    wg: jax.Array | int = 0,
+    wg: jax.Array,
     whole: jax.Array | None = None,
 ) -> State:
     """A consumer: the state of its queries, which lie in q_tile.
@@ -232,7 +233,7 @@ def consume(
         p_tile[...] = (p if v_scale is None else p * v_scale).astype(walk.compute)
         plgpu.commit_smem()
         acc = [
-            a * over_columns(keep, a.shape) + product(p_tile, v.at[:, pl.ds(start, size)], (ROWS, size))
+            plus_product(walk, a * over_columns(keep, a.shape), p_tile, v.at[:, pl.ds(start, size)])
             for a, (start, size) in zip(acc, columns(walk.width), strict=True)
         ]
         if not walk.narrow:
@@ -274,6 +275,13 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
         return acc[...]
 
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def plus_product(walk: Walk, x: jax.Array, a: Any, b: Any) -> jax.Array:
+    """x + a @ b in f32."""
+    if walk.interpreted:  # the interpreter has no accumulator that begins with something
+        return x + product(a, b, x.shape)
+    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(x))
 
 
 def logits(walk: Walk, softmax: Softmax, s: jax.Array, last: jax.Array, masked: bool, i: jax.Array) -> jax.Array:
@@ -326,7 +334,7 @@ def values(
     slot: jax.Array,
     bounds: tuple[jax.Array, jax.Array] | None,
     i: jax.Array,
-    wg: jax.Array | int,
+    wg: jax.Array,
 ) -> tuple[Any, jax.Array | None]:
     """(the matrix [tile, D'] of a tile's values, once it is there, its scales), with 0 outside the context: what lies there may be
     NaN, and 0 * NaN is NaN. bounds: begin and end of the context; None: all of the tile is within."""

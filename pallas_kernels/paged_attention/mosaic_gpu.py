@@ -51,8 +51,8 @@ def packing(group: int) -> Packing:
     return Packing(rows, align, ROWS // rows // align * align)
 
 
-def walk_of(config: Config, block_size: int, width: int, dtype: str, token_scales: bool) -> Walk:
-    return Walk(config.tile, config.stages, config.consumers, block_size, width, dtype, token_scales)
+def walk_of(config: Config, block_size: int, width: int, dtype: str, token_scales: bool, interpreted: bool = False) -> Walk:
+    return Walk(config.tile, config.stages, config.consumers, block_size, width, dtype, token_scales, interpreted)
 
 
 def out_width(width: int) -> int:
@@ -240,7 +240,7 @@ def attend_tiles(
     token_scales = kv_scales is not None and kv_scales.ndim > 1
     config = config or heuristic(block_size, width, str(kv.dtype), token_scales, chip)
     assert config is not None  # supports
-    walk, pack = walk_of(config, block_size, width, str(kv.dtype), token_scales), packing(group)
+    walk, pack = walk_of(config, block_size, width, str(kv.dtype), token_scales, interpret is not False), packing(group)
     tile = pack.queries * config.consumers
     q = pad_axis(q.astype(walk.compute), 2, width).reshape(tokens, kv_heads, group, width)
     q, first = packed_queries(q, query_start, pack, tile + ROWS)

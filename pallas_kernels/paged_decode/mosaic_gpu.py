@@ -31,8 +31,8 @@ class Config:
     stages: int  # tiles in shared memory
 
 
-def walk_of(config: Config, block_size: int, width: int, dtype: str, token_scales: bool) -> Walk:
-    return Walk(config.tile, config.stages, 1, block_size, width, dtype, token_scales)
+def walk_of(config: Config, block_size: int, width: int, dtype: str, token_scales: bool, interpreted: bool = False) -> Walk:
+    return Walk(config.tile, config.stages, 1, block_size, width, dtype, token_scales, interpreted)
 
 
 def heuristic(block_size: int, width: int, dtype: str, token_scales: bool, chip: Chip) -> Config | None:
@@ -105,7 +105,7 @@ def body(
         plgpu.barrier_wait(memory["q_full"].at[0])
         last = plgpu.layout_cast(jnp.full((ROWS,), length - 1, jnp.int32), BY_ROW)
         factors = scales_ref if quantized else None
-        state = hopper.consume(walk, softmax, factors, last, begin, length, span, memory)
+        state = hopper.consume(walk, softmax, factors, last, begin, length, span, memory, thread)
         store(state, out_ref.at[split, row, head], lse_ref.at[split, row, head], memory)
 
 
@@ -146,7 +146,7 @@ def decode(
     token_scales = kv_scales is not None and kv_scales.ndim > 1
     config = config or heuristic(block_size, width, str(kv.dtype), token_scales, chip)
     assert config is not None  # supports
-    walk = walk_of(config, block_size, width, str(kv.dtype), token_scales)
+    walk = walk_of(config, block_size, width, str(kv.dtype), token_scales, interpret is not False)
     splits = num_splits or default_splits(rows * kv_heads, block_tables.shape[1] * block_size, chip.cores)
     group = heads // kv_heads
     padded = -(-group // 8) * 8
