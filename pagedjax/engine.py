@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,14 +18,15 @@ from pagedjax.config import EngineConfig, ModelConfig
 from pagedjax.debug import PoolWatch
 from pagedjax.device.compile import (
     Compiled,
+    Lower,
     compilations_of_this_thread,
     compile_all,
-    compiler_options,
     lower_read_block,
     lower_set_lane,
     lower_set_mask,
     lower_step,
     lower_write_block,
+    lower_zero_state,
 )
 from pagedjax.device.lanes import abstract_lanes
 from pagedjax.device.params import ShardLayout
@@ -81,7 +81,7 @@ class Engine:
         """`config` is resolved (config.resolve) and names the dtype; `params` are placed on `mesh` in `layout`."""
         self.model, self.config, self.mesh = model, config, mesh
         schedule, size = config.schedule, config.cache.block_size
-        self._params, self._vocab = params, layout.vocab
+        self.params, self._vocab = params, layout.vocab
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         one_row = on_cpu and config.dtype == "float32" and mesh.size == 1
         self.buckets = make_buckets(config, on_cpu=on_cpu, one_row=one_row)
@@ -99,8 +99,7 @@ class Engine:
         moves = (others["read_block"].call, others["write_block"].call) if config.debug else None
         self.compile_seconds = time.perf_counter() - start
         release_freed()
-        # Zeros, not undefined memory: what a masked slot holds must be finite.
-        self.state: DeviceState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), state)
+        self.state: DeviceState = others["zero_state"].call()
         self._watch = PoolWatch(*moves, self.state.kv.shape, kv_dtype(config), mesh) if moves else None
         if self._watch is not None:
             num_blocks -= 1  # the guard
@@ -136,7 +135,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Of the parameters, padding for shards included, over all devices (what each holds of its own)."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._in_flight)
@@ -192,7 +191,7 @@ class Engine:
         scores = any(row.targets for row in plan.rows)
         bucket = pick(self.buckets, plan.num_tokens, len(plan.rows), steps=plan.steps, scores=scores)
         buffer = pack(plan, bucket, self._fields[bucket], self.config.schedule.max_num_seqs)
-        self.state, output = self.executables[bucket].call(self._params, self.state, buffer)
+        self.state, output = self.executables[bucket].call(self.params, self.state, buffer)
         output.tokens.copy_to_host_async()
         self._in_flight.append(InFlight(plan, output, time.perf_counter()))
         wanted = sum(max(row.count, row.steps) for row in plan.rows)
@@ -269,7 +268,7 @@ class Engine:
 
     def _largest_temp(self, spec: StepSpec) -> int:
         """Bytes of temporaries of the largest bucket; they do not depend on the size of the pool, so two blocks will do."""
-        lowered = lower_step(spec, self.buckets[-1], self._params, self._abstract_state(spec, 2), self._table_width)
+        lowered = lower_step(spec, self.buckets[-1], self.params, self._abstract_state(spec, 2), self._table_width)
         memory = lowered.compile().memory_analysis()
         return memory.temp_size_in_bytes if memory else 0
 
@@ -278,7 +277,8 @@ class Engine:
     ) -> tuple[dict[Bucket, Compiled], dict[str, Compiled]]:
         """The steps, and the small programs beside them by name."""
         max_model_len = self.config.schedule.max_model_len
-        lowerings: list[tuple[Any, Callable[[], jax.stages.Lowered]]] = [
+        lowerings: list[tuple[Any, Lower]] = [
+            ("zero_state", partial(lower_zero_state, state)),
             ("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab)),
             ("set_mask", partial(lower_set_mask, spec, state)),
         ]
@@ -286,9 +286,7 @@ class Engine:
             lowerings.append(("read_block", partial(lower_read_block, state, self.mesh)))
             lowerings.append(("write_block", partial(lower_write_block, state, self.mesh)))
         names = [name for name, _ in lowerings]
-        lowerings += [
-            (bucket, partial(lower_step, spec, bucket, self._params, state, self._table_width)) for bucket in self.buckets
-        ]
+        lowerings += [(bucket, partial(lower_step, spec, bucket, self.params, state, self._table_width)) for bucket in self.buckets]
         total, done, lock = len(lowerings), 0, threading.Lock()
         progress("compile", 0, total)
 
@@ -299,7 +297,7 @@ class Engine:
                 done += 1
                 progress(f"compile {key}", done, total)
 
-        compiled = compile_all(lowerings, compiler_options(self.mesh.devices.flat[0].platform), count)
+        compiled = compile_all(lowerings, self.mesh, self.config.compile_cache, count)
         return {bucket: compiled[bucket] for bucket in self.buckets}, {name: compiled[name] for name in names}
 
     def _check(self, request: Request) -> None:

@@ -25,8 +25,8 @@ def engine(**options) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with engine() as llm:
+def llm(compile_cache: str) -> Iterator[LLM]:
+    with engine(compile_cache=compile_cache) as llm:
         yield llm
 
 
@@ -68,15 +68,17 @@ def test_each_sample_follows_its_own_text(llm: LLM):
     assert set(texts) <= set(COLOURS) and len(set(texts)) > 1
 
 
-def test_the_same_tokens_however_steps_are_made(llm: LLM):
+def test_the_same_tokens_however_steps_are_made(llm: LLM, compile_cache: str):
     wanted = [params(temperature=1.0, seed=i, json=SCHEMA) for i in range(6)] + [params(temperature=1.0, seed=9)]
     prompts = [f"{i} days ago" for i in range(len(wanted))]
     expected = [o.outputs[0].token_ids for o in llm.generate(prompts, wanted)]
-    with engine(**{"schedule.decode_steps": 8}) as other:
+    with engine(**{"schedule.decode_steps": 8}, compile_cache=compile_cache) as other:
         assert [o.outputs[0].token_ids for o in other.generate(prompts, wanted)] == expected
     shape = llm.engine.state.kv.shape
     block_bytes = 4 * shape[0] * math.prod(shape[2:])
-    with engine(**{"cache.kv_memory": 15 * block_bytes, "schedule.async_steps": 0}, debug=True) as other:
+    with engine(
+        **{"cache.kv_memory": 15 * block_bytes, "schedule.async_steps": 0}, debug=True, compile_cache=compile_cache
+    ) as other:
         assert [o.outputs[0].token_ids for o in other.generate(prompts, wanted)] == expected
         assert other.engine.scheduler.stats.preemptions > 0
 

@@ -10,7 +10,7 @@ from pallas_kernels.common.layout import ceil_div, take
 
 class Tiles(NamedTuple):
     """i32 arrays, one entry a tile: the row that it is of, its first token in q, the position of that token in the row's context,
-    and how many tokens it has; 0 for the tiles past the last."""
+    and how many tokens it has; of the tiles past the last all are 0 but the row."""
 
     row: jax.Array
     start: jax.Array
@@ -28,5 +28,15 @@ def tiles_of(query_start: jax.Array, context_lens: jax.Array, num_decode: jax.Ar
     number = jnp.arange(tokens // tile + rows, dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(ends <= number[:, None], axis=1, dtype=jnp.int32), rows - 1)
     place = (number - take(ends - each, row)) * tile
-    count = jnp.where(number < ends[-1], jnp.clip(take(counts, row) - place, 0, tile), 0)
-    return Tiles(row, take(query_start, row) + place, take(context_lens - counts, row) + place, count)
+    real = number < ends[-1]
+    start, position = (jnp.where(real, take(x, row) + place, 0) for x in (query_start, context_lens - counts))
+    return Tiles(row, start, position, jnp.where(real, jnp.clip(take(counts, row) - place, 0, tile), 0))
+
+
+def places_in(tiles: Tiles, tokens: int, tile: int) -> jax.Array:
+    """i32[T]: where each token is in an array of whole tiles one after the other, with room for `tile` tokens each; -1: in none."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    number = jnp.sum((tiles.start <= token[:, None]) & (tiles.count > 0), axis=1, dtype=jnp.int32) - 1
+    offset = token - take(tiles.start, jnp.maximum(number, 0))
+    inside = (number >= 0) & (offset < take(tiles.count, jnp.maximum(number, 0)))
+    return jnp.where(inside, number * tile + offset, -1)

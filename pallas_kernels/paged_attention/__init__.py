@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, run
+from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
-from pallas_kernels.paged_attention import mosaic_gpu, triton, xla
+from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.reference import reference
 
 __all__ = ["OP", "paged_attention", "reference"]
@@ -16,8 +16,10 @@ __all__ = ["OP", "paged_attention", "reference"]
 OP = Op(
     "paged_attention",
     (
-        Backend("mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma", mosaic_gpu.supports),
-        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", triton.supports),
+        kernel(__name__, "mosaic_tpu", ("tpu",), "tiles of queries over blocks that are read ahead"),
+        kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
+        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
         Backend("xla", (), "a loop over blocks with an online softmax"),
     ),
     TYPICAL_ATTENTION,
@@ -66,15 +68,11 @@ def paged_attention(
         rows = block_tables, context_lens, query_start, num_decode
         return xla.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, shared=shared, **options)
 
-    def in_mosaic_gpu(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
+    def in_kernel(entry, q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
         rows = block_tables, context_lens, query_start, num_decode
-        return mosaic_gpu.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
-
-    def in_triton(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
-        rows = block_tables, context_lens, query_start, num_decode
-        return triton.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
+        return entry(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
 
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
     args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared
-    functions = {"mosaic_gpu": in_mosaic_gpu, "triton": in_triton, "xla": in_xla}
+    functions = OP.entries("attend", in_kernel) | {"xla": in_xla}
     return run(OP, functions, spec, args, backend=backend, platform=platform)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.common.compat import traced_for
 from pallas_kernels.common.layout import ceil_div, pad_axis
+from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tiles import tiles_of
@@ -81,7 +82,7 @@ def attend(
     tokens, heads, head_width = q.shape
     kv_heads, rows = kv.shape[3], block_tables.shape[0]
     group, width = heads // kv_heads, -(-head_width // 16) * 16
-    compute = jnp.dtype(jnp.bfloat16) if kv.dtype.itemsize == 1 else kv.dtype
+    compute = compute_dtype(kv.dtype)
     config = config or heuristic(group, width, str(compute), chip)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     tiles = tiles_of(query_start, context_lens, num_decode, tokens, config.rows // group)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.common.compat import traced_for
 from pallas_kernels.common.layout import LOWEST, MASKED, pad_axis
+from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.splits import LOG2E, default_splits, merge, tile_span
 from pallas_kernels.common.targets import Chip
@@ -180,7 +181,7 @@ def decode(
     rows, heads, head_width = q.shape
     kv_heads, block_size = kv.shape[3:5]
     group, width = heads // kv_heads, -(-head_width // 16) * 16
-    compute = jnp.dtype(jnp.bfloat16) if kv.dtype.itemsize == 1 else kv.dtype
+    compute = compute_dtype(kv.dtype)
     config = config or heuristic(width, str(compute), chip)
     splits = num_splits or default_splits(rows * kv_heads, block_tables.shape[1] * block_size, chip.cores)
     padded = max(16, 1 << (group - 1).bit_length())
