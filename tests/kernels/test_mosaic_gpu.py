@@ -148,6 +148,20 @@ def test_they_take_what_they_are_for():
         assert "is for sm_90a" in (decode.supports(TYPICAL_DECODE, other) or "")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("op", [decode, attention], ids=["decode", "attention"])
+def test_sizes_to_try_fit_into_shared_memory_and_the_first_is_the_own(op, dtype: str):
+    spec = replace(TYPICAL_DECODE, dtype=dtype, scales="token" if dtype == "int8" else "none")
+    shape = spec.pool.block_size, spec.pool.width, dtype, dtype == "int8"
+    found = op.candidates(spec, HOPPER)
+    assert len(found) > 2 and found[0] == op.heuristic(*shape, HOPPER) and len(set(found)) == len(found)
+    for config in found:
+        walk = op.walk_of(config, *shape)
+        assert hopper.shared_bytes(walk, spec.pool.width if op is decode else 64) < HOPPER.fast_memory
+        assert walk.consumers == 1 or dtype == "bfloat16"
+    assert op.candidates(replace(spec, dtype="float32", scales="none"), HOPPER) == []
+
+
 def test_queries_of_a_group_fill_the_rows_of_a_warpgroup():
     """Each query's heads lie together, and copies of queries begin at multiples of 8 rows."""
     for group in range(1, hopper.ROWS + 1):
