@@ -6,6 +6,8 @@ what padding writes goes there and nothing reads it. Row lengths include the tok
 
 from pallas_kernels.common.dispatch import Op
 from pallas_kernels.common.shared import SharedPrefix, find_shared
+from pallas_kernels.grouped_matmul import OP as GROUPED_MATMUL
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.kv_write import OP as KV_WRITE
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import OP as PAGED_ATTENTION
@@ -21,6 +23,7 @@ __all__ = [
     "Int8Weight",
     "SharedPrefix",
     "find_shared",
+    "grouped_matmul",
     "kv_write",
     "paged_attention",
     "paged_decode",
@@ -29,4 +32,4 @@ __all__ = [
     "quantize_int8",
 ]
 
-OPS: tuple[Op, ...] = (PAGED_DECODE, PAGED_ATTENTION, KV_WRITE, QUANT_MATMUL)
+OPS: tuple[Op, ...] = (PAGED_DECODE, PAGED_ATTENTION, KV_WRITE, QUANT_MATMUL, GROUPED_MATMUL)
