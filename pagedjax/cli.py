@@ -53,8 +53,8 @@ class Generate:
     ] = ()
     json: bool = False  # print one JSON object for each prompt, on one line
     stream: bool = True  # print text as it comes
-    sampling: GenerateFlags = field(default_factory=GenerateFlags)  # pyright: ignore[reportInvalidTypeForm]
-    engine: EngineFlags = field(default_factory=EngineFlags)  # pyright: ignore[reportInvalidTypeForm]
+    sampling: Annotated[Any, tyro.conf.arg(constructor=GenerateFlags)] = field(default_factory=GenerateFlags)
+    engine: Annotated[Any, tyro.conf.arg(constructor=EngineFlags)] = field(default_factory=EngineFlags)
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Chat:
 
     model: Model
     system: Annotated[str, tyro.conf.arg(help="What the model is told first.", metavar="TEXT", help_behavior_hint="")] = ""
-    sampling: ChatFlags = field(default_factory=ChatFlags)  # pyright: ignore[reportInvalidTypeForm]
-    engine: EngineFlags = field(default_factory=EngineFlags)  # pyright: ignore[reportInvalidTypeForm]
+    sampling: Annotated[Any, tyro.conf.arg(constructor=ChatFlags)] = field(default_factory=ChatFlags)
+    engine: Annotated[Any, tyro.conf.arg(constructor=EngineFlags)] = field(default_factory=EngineFlags)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Compile:
     """Compile every shape of a model into the persistent cache, and list what each costs."""
 
     model: Model
-    engine: EngineFlags = field(default_factory=EngineFlags)  # pyright: ignore[reportInvalidTypeForm]
+    engine: Annotated[Any, tyro.conf.arg(constructor=EngineFlags)] = field(default_factory=EngineFlags)
 
 
 @dataclass(frozen=True)

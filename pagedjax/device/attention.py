@@ -60,7 +60,7 @@ def attend(
 
     def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode, shared):
         kv = kv_write(kv, k, v, layer, slots, num_rows=num_rows, platform=platform)
-        q = q.astype(kv.dtype)
+        assert isinstance(kv, jax.Array)
         if q.shape[0] == num_rows:  # a decode bucket
             out = paged_decode(q, kv, layer, block_tables, context_lens, shared=shared, **options)
         else:

@@ -52,10 +52,11 @@ def attention_spec(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    scales: Scales,
 ) -> AttentionSpec:
     tokens, heads, width = q.shape
     rows, blocks = block_tables.shape
-    return AttentionSpec(tokens, rows, blocks, heads, width, pool, dtype, window, soft_cap, sinks is not None)
+    return AttentionSpec(tokens, rows, blocks, heads, width, pool, dtype, window, soft_cap, sinks is not None, scales)
 
 
 # A decode step of a Llama 3 8B, what reports speak of when no call is at hand.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
+from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
 from pallas_kernels.paged_attention import xla
@@ -28,6 +29,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
     shared: SharedPrefix | None = None,
     backend: str | None = None,
     platform: str | None = None,
@@ -35,13 +37,15 @@ def paged_attention(
     """f32[T, H, D]: row s owns q[query_start[s]:query_start[s + 1]], the last positions of its context; each sees the context
     up to itself.
 
-    q [T, H, D], cast to kv's dtype; kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced; block_tables i32[S, B];
+    q [T, H, D], cast as in paged_decode; kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced; block_tables i32[S, B];
     context_lens i32[S] counts the row's own tokens, which are in the pool already; query_start i32[S + 1] starts with 0;
     num_decode i32[1]: so many rows at the front have one token each. Padding rows have no tokens; tokens of no row give 0.
     The options are those of paged_decode.
     """
     q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
+    sinks, kv_scales = (None if x is None else jnp.asarray(x) for x in (sinks, kv_scales))
     pool = check_pool(kv)
+    scales = check_scales(kv_scales, pool, kv.dtype)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
     check_shared(shared, window)
     check(q.shape[0] >= 1, f"q must hold at least one token; got {q.shape}")
@@ -50,10 +54,10 @@ def paged_attention(
     layer = check_layer(layer, pool.layers)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
 
-    def in_xla(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, shared, chip):
+    def in_xla(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
         rows = block_tables, context_lens, query_start, num_decode
-        return xla.attend(q, kv, layer, *rows, sinks=sinks, shared=shared, **options)
+        return xla.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, shared=shared, **options)
 
-    spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks)
-    args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, shared
+    spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
+    args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared
     return run(OP, {"xla": in_xla}, spec, args, backend=backend, platform=platform)

@@ -216,6 +216,7 @@ def test_help_says_what_cannot_be_seen(capsys: pytest.CaptureFixture[str]):
     text = " ".join(re.sub(r"\x1b\[[\d;]*m|[│╭╰─╮╯]", "", capsys.readouterr().out).split())
     assert "without the model's chat template" in text
     assert "a start with the same seed gives the same texts" in text
+    assert "How tokens are chosen. The defaults" in text and "pyright" not in text
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch):
