@@ -1,17 +1,27 @@
 """grouped_matmul: rows sorted by expert, each times its expert's weights."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op, run
 from pallas_kernels.common.layout import check, check_ints
-from pallas_kernels.grouped_matmul import xla
+from pallas_kernels.grouped_matmul import mosaic_tpu, xla
 from pallas_kernels.grouped_matmul.reference import reference
 from pallas_kernels.grouped_matmul.spec import TYPICAL_GROUPED, GroupedSpec
 
 __all__ = ["OP", "grouped_matmul", "reference"]
 
-OP = Op("grouped_matmul", (Backend("xla", (), "a loop over experts, blocks of weights and tiles of rows"),), TYPICAL_GROUPED)
+OP = Op(
+    "grouped_matmul",
+    (
+        Backend("mosaic_tpu", ("tpu",), "visits tiles of rows expert by expert, whose weights stay in VMEM", mosaic_tpu.supports),
+        Backend("xla", (), "a loop over experts, blocks of weights and tiles of rows"),
+    ),
+    TYPICAL_GROUPED,
+)
+FUNCTIONS = {"mosaic_tpu": mosaic_tpu.matmul, "xla": xla.matmul}
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -42,5 +52,5 @@ def grouped_matmul(
     out = jnp.dtype(out_dtype or lhs.dtype)
     check(out in DTYPES, f"out_dtype must be float32 or bfloat16; got {out}")
     spec = GroupedSpec(tokens, inputs, rhs.shape[1], rhs.shape[0], str(lhs.dtype), str(out))
-    functions = {"xla": lambda *args, chip: xla.matmul(*args, out_dtype=spec.out_dtype, chip=chip)}
+    functions = {name: functools.partial(function, out_dtype=spec.out_dtype) for name, function in FUNCTIONS.items()}
     return run(OP, functions, spec, (lhs, rhs, group_sizes), backend=backend, platform=platform)

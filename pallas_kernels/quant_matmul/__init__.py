@@ -1,18 +1,28 @@
 """quant_matmul: activations times quantized weights."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op, run
 from pallas_kernels.common.layout import check
-from pallas_kernels.quant_matmul import xla
+from pallas_kernels.quant_matmul import mosaic_tpu, xla
 from pallas_kernels.quant_matmul.reference import reference
 from pallas_kernels.quant_matmul.spec import TYPICAL_MATMUL, MatmulSpec
 from pallas_kernels.quant_matmul.weights import GROUPS, Int4Weight, Int8Weight, Weight, quantize_int4, quantize_int8
 
 __all__ = ["OP", "Int4Weight", "Int8Weight", "quant_matmul", "quantize_int4", "quantize_int8", "reference"]
 
-OP = Op("quant_matmul", (Backend("xla", (), "a product with weights expanded block by block"),), TYPICAL_MATMUL)
+OP = Op(
+    "quant_matmul",
+    (
+        Backend("mosaic_tpu", ("tpu",), "weights are read as they are stored and expanded in VMEM", mosaic_tpu.supports),
+        Backend("xla", (), "a product with weights expanded block by block"),
+    ),
+    TYPICAL_MATMUL,
+)
+FUNCTIONS = {"mosaic_tpu": mosaic_tpu.matmul, "xla": xla.matmul}
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -49,7 +59,7 @@ def quant_matmul(
     )
     check_weight(weight, spec)
     options = {"int8_activations": int8_activations, "out_dtype": spec.out_dtype}
-    functions = {"xla": lambda x, weight, chip: xla.matmul(x, weight, chip=chip, **options)}
+    functions = {name: functools.partial(function, **options) for name, function in FUNCTIONS.items()}
     return run(OP, functions, spec, (x, weight), backend=backend, platform=platform)
 
 
@@ -65,7 +75,7 @@ def check_weight(weight: Weight, spec: MatmulSpec) -> None:
     else:
         check(weight.group in GROUPS, f"the group of an Int4Weight must be 32, 64 or 128; got {weight.group}")
         check(not spec.int8_activations, "int8_activations must be False with int4 weights; got True")
-        wanted, zeros = (2, outputs, spec.columns // weight.group), weight.zeros
+        wanted, zeros = (2, spec.columns // weight.group, outputs), weight.zeros
     scales = weight.scales
     check(
         scales.shape == wanted and scales.dtype == jnp.float32,

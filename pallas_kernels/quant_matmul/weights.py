@@ -28,12 +28,12 @@ class Int4Weight(NamedTuple):
     """(value - zero) * scale. With `in` no multiple of 2 * group the last groups are filled up with values that are 0."""
 
     values: jax.Array  # int8[out, pairs * group]: columns of even groups in the low bits, of odd ones in the high bits
-    scales: jax.Array  # f32[2, out, pairs]: of even groups, of odd groups
-    zeros: jax.Array | None  # int8[2, out, pairs], -8 to 7; None: 0
+    scales: jax.Array  # f32[2, pairs, out]: of even groups, of odd groups; out last, or TPUs would store them 128 lanes wide
+    zeros: jax.Array | None  # int8[2, pairs, out], -8 to 7; None: 0
 
     @property
     def group(self) -> int:
-        return self.values.shape[1] // self.scales.shape[2]
+        return self.values.shape[1] // self.scales.shape[1]
 
 
 Weight = Int8Weight | Int4Weight
@@ -57,13 +57,13 @@ def quantize_int4(w: jax.Array | np.ndarray, *, group: int = 128, zeros: bool = 
     check(group in GROUPS, f"group must be 32, 64 or 128; got {group}")
     xp, w = _floats(w)
     outputs, pairs = w.shape[0], -(-w.shape[1] // (2 * group))
-    w = xp.pad(w, ((0, 0), (0, 2 * pairs * group - w.shape[1]))).reshape(outputs, pairs, 2, group).transpose(2, 0, 1, 3)
+    w = xp.pad(w, ((0, 0), (0, 2 * pairs * group - w.shape[1]))).reshape(outputs, pairs, 2, group).transpose(2, 1, 0, 3)
     low, high = xp.minimum(w.min(-1), 0), xp.maximum(w.max(-1), 0)
     span = (high - low) / 15 if zeros else xp.maximum(high, -low) / 7
     scales = xp.where(span > 0, span, 1)
-    zero = xp.clip(xp.round(-8 - low / scales), -8, 7) if zeros else xp.zeros_like(scales)
+    zero = xp.where(span > 0, xp.clip(xp.round(-8 - low / scales), -8, 7), 0) if zeros else xp.zeros_like(scales)
     q = xp.clip(xp.round(w / scales[..., None]) + zero[..., None], -8, 7).astype(xp.int8)
-    packed = (q[0] & 15) | (q[1] << 4)
+    packed = ((q[0] & 15) | (q[1] << 4)).transpose(1, 0, 2)
     return Int4Weight(packed.reshape(outputs, pairs * group), scales, zero.astype(xp.int8) if zeros else None)
 
 
@@ -76,7 +76,7 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def split_groups(x: jax.Array, weight: Int4Weight) -> jax.Array:
     """[T, in] -> [2, T, pairs * group]: the columns of even groups, and of odd ones; zeros where the weight is filled up."""
-    group, pairs = weight.group, weight.scales.shape[2]
+    group, pairs = weight.group, weight.scales.shape[1]
     x = pad_axis(x, 1, 2 * pairs * group).reshape(x.shape[0], pairs, 2, group)
     return x.transpose(2, 0, 1, 3).reshape(2, x.shape[0], pairs * group)
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels.common.layout import pad_axis
 from pallas_kernels.common.targets import Chip
-from pallas_kernels.quant_matmul.weights import Int8Weight, Weight, quantize_rows, split_groups
+from pallas_kernels.quant_matmul.weights import Int4Weight, Int8Weight, Weight, quantize_rows, split_groups
 
 BLOCK_BYTES = 1 << 20  # of expanded weights; half of a core's second cache
 
@@ -20,16 +20,14 @@ def matmul(x: jax.Array, weight: Weight, *, int8_activations: bool, out_dtype: s
         return int8_product(x, weight).astype(out_dtype)
     wide = jnp.float32 if chip is None else x.dtype  # f32 products are twice as fast as bf16 ones on CPU
     wanted, x = x.shape[0], x.astype(wide)
+    outputs, blocked = weight.values.shape[0], chip is None
     if isinstance(weight, Int8Weight):
-        parts, expand = (weight.values,), lambda values: values
+        y = by_blocks(x, outputs, lambda cut: cut(weight.values).astype(wide), blocked=blocked).T * weight.scales
     else:
         x = pad_axis(x, 0, max(2, wanted))  # with one row XLA:CPU unpacks for each product anew
         x = split_groups(x, weight).transpose(1, 0, 2).reshape(x.shape[0], -1)
-        parts, expand = (weight.values, weight.scales.transpose(1, 0, 2)), expand_int4
-        if weight.zeros is not None:
-            parts = (*parts, weight.zeros.transpose(1, 0, 2))
-    y = by_blocks(x, parts, lambda *block: expand(*block).astype(wide), blocked=chip is None)[:, :wanted].T
-    return (y * weight.scales if isinstance(weight, Int8Weight) else y).astype(out_dtype)
+        y = by_blocks(x, outputs, lambda cut: expand_int4(weight, cut).astype(wide), blocked=blocked)[:, :wanted].T
+    return y.astype(out_dtype)
 
 
 def int8_product(x: jax.Array, weight: Int8Weight) -> jax.Array:
@@ -40,26 +38,27 @@ def int8_product(x: jax.Array, weight: Int8Weight) -> jax.Array:
     return product[: x.shape[0]].astype(jnp.float32) * row_scales * weight.scales
 
 
-def expand_int4(values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> jax.Array:
-    """f32[out, 2 * columns], even groups first, from int8[out, columns] and scales and zeros [out, 2, pairs]."""
-    outputs, _, pairs = scales.shape
-    sixteen = jnp.stack([values << 4, values & -16], axis=1).reshape(outputs, 2, pairs, -1).astype(jnp.float32)
-    if zeros is not None:
-        sixteen -= 16 * zeros[..., None].astype(jnp.float32)
-    return (sixteen * (scales[..., None] / 16)).reshape(outputs, -1)
+def expand_int4(weight: Int4Weight, cut: Callable[..., jax.Array]) -> jax.Array:
+    """f32[out, 2 * columns] of some outputs, all even groups first. cut: as in `by_blocks`."""
+    values = cut(weight.values)
+    sixteen = jnp.stack([values << 4, values & -16]).reshape(2, len(values), -1, weight.group).astype(jnp.float32)
+    if weight.zeros is not None:
+        sixteen -= 16 * cut(weight.zeros, 2).swapaxes(1, 2)[..., None].astype(jnp.float32)
+    scaled = sixteen * (cut(weight.scales, 2).swapaxes(1, 2)[..., None] / 16)
+    return scaled.swapaxes(0, 1).reshape(len(values), -1)
 
 
-def by_blocks(x: jax.Array, parts: tuple[jax.Array, ...], expand: Callable[..., jax.Array], *, blocked: bool) -> jax.Array:
-    """f32[out, T]: expand(*parts) [out, in] times x [T, in], some outputs at a time. The parts have an axis of outputs first."""
-    product = lambda *block: jnp.einsum("oi,ti->ot", expand(*block), x, preferred_element_type=jnp.float32)
-    outputs = parts[0].shape[0]
+def by_blocks(x: jax.Array, outputs: int, expand: Callable[..., jax.Array], *, blocked: bool) -> jax.Array:
+    """f32[out, T]: weights [out, in] times x [T, in], some outputs at a time. expand(cut) are the weights of those outputs that
+    cut(array, axis=0) leaves of an array."""
+    product = lambda cut: jnp.einsum("oi,ti->ot", expand(cut), x, preferred_element_type=jnp.float32)
     size = max(16, BLOCK_BYTES // (4 * x.shape[1]) // 16 * 16)
     if not blocked or outputs <= size:
-        return product(*parts)
+        return product(lambda array, axis=0: array)
 
     def step(i, y):
         start = jnp.minimum(i * size, outputs - size)  # the last block may do some outputs again
-        block = product(*(lax.dynamic_slice_in_dim(part, start, size) for part in parts))
+        block = product(lambda array, axis=0: lax.dynamic_slice_in_dim(array, start, size, axis))
         return lax.dynamic_update_slice_in_dim(y, block, start, 0)
 
     return lax.fori_loop(0, -(-outputs // size), step, jnp.zeros((outputs, x.shape[0]), jnp.float32))
