@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op, run
 from pallas_kernels.common.layout import check, check_ints
-from pallas_kernels.grouped_matmul import mosaic_tpu, xla
+from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, xla
 from pallas_kernels.grouped_matmul.reference import reference
 from pallas_kernels.grouped_matmul.spec import TYPICAL_GROUPED, GroupedSpec
 
@@ -17,11 +17,12 @@ OP = Op(
     "grouped_matmul",
     (
         Backend("mosaic_tpu", ("tpu",), "visits tiles of rows expert by expert, whose weights stay in VMEM", mosaic_tpu.supports),
+        Backend("mosaic_gpu", ("cuda",), "visits tiles of rows of one expert, with TMA and wgmma", mosaic_gpu.supports),
         Backend("xla", (), "a loop over experts, blocks of weights and tiles of rows"),
     ),
     TYPICAL_GROUPED,
 )
-FUNCTIONS = {"mosaic_tpu": mosaic_tpu.matmul, "xla": xla.matmul}
+FUNCTIONS = {"mosaic_tpu": mosaic_tpu.matmul, "mosaic_gpu": mosaic_gpu.matmul, "xla": xla.matmul}
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 

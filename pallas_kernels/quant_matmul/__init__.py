@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op, run
 from pallas_kernels.common.layout import check
-from pallas_kernels.quant_matmul import mosaic_tpu, xla
+from pallas_kernels.quant_matmul import mosaic_gpu, mosaic_tpu, xla
 from pallas_kernels.quant_matmul.reference import reference
 from pallas_kernels.quant_matmul.spec import TYPICAL_MATMUL, MatmulSpec
 from pallas_kernels.quant_matmul.weights import GROUPS, Int4Weight, Int8Weight, Weight, quantize_int4, quantize_int8
@@ -18,11 +18,12 @@ OP = Op(
     "quant_matmul",
     (
         Backend("mosaic_tpu", ("tpu",), "weights are read as they are stored and expanded in VMEM", mosaic_tpu.supports),
+        Backend("mosaic_gpu", ("cuda",), "weights are read as they are stored and expanded in registers", mosaic_gpu.supports),
         Backend("xla", (), "a product with weights expanded block by block"),
     ),
     TYPICAL_MATMUL,
 )
-FUNCTIONS = {"mosaic_tpu": mosaic_tpu.matmul, "xla": xla.matmul}
+FUNCTIONS = {"mosaic_tpu": mosaic_tpu.matmul, "mosaic_gpu": mosaic_gpu.matmul, "xla": xla.matmul}
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
