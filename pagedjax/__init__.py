@@ -17,6 +17,7 @@ HOME = {
     "Score": "pagedjax.llm",
     "Service": "pagedjax.host.request",
     "Stream": "pagedjax.loop",
+    "StructuredOutputsParams": "pagedjax.host.constraint",
     "UserError": "pagedjax.errors",
 }
 
