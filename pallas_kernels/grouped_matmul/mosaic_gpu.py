@@ -67,7 +67,7 @@ def shared_bytes(spec: GroupedSpec, config: Config) -> int:
 
 
 def choose_config(spec: GroupedSpec, chip: Chip) -> Config:
-    """Tiles of 128 rows where experts have that many; the widest, up to 128 outputs a warpgroup, that leave room for three stages."""
+    """Tiles of 128 rows where experts have that many; the widest, to 128 outputs a warpgroup, that leave room for 3 stages."""
     rows = 2 * ROWS if spec.tokens >= 2 * ROWS * spec.experts else ROWS
     widths = [w for w in (256, 128, 64) if spec.outputs % w == 0 and w * rows <= 256 * ROWS] or [64]
     options = (Config(rows, w, stages) for w in widths for stages in range(MAX_STAGES, 2, -1))
@@ -101,6 +101,7 @@ def matmul(
     lhs = pad_axis(lhs, 0, max(-(-wanted // ALIGNED) * ALIGNED, rows))
     tokens = lhs.shape[0]
     visits = find_visits(group_sizes, tokens, rows)
+    sums = plgpu.ACC((ROWS, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
     def body(expert_ref, start_ref, begin_ref, end_ref, lhs_ref, rhs_ref, o_ref, x_smem, w_smem, o_smem, full, empty):
         o, v, wg = (lax.axis_index(name) for name in ("o", "v", "wg"))
@@ -149,7 +150,7 @@ def matmul(
 
                 return acc[...]
 
-            o_smem[wg] = pl.run_scoped(accumulate, plgpu.ACC((ROWS, width), jnp.float32)).astype(o_smem.dtype)
+            o_smem[wg] = pl.run_scoped(accumulate, sums).astype(o_smem.dtype)
             plgpu.commit_smem()
             low = jnp.maximum(begin - first, 0)
             size = jnp.maximum(jnp.minimum(end - first, ROWS) - low, 0)
@@ -165,7 +166,7 @@ def matmul(
                 low += size & some
             plgpu.wait_smem_to_gmem(0)
 
-    tiled = plgpu.TilingTransform((8, INPUTS)), plgpu.SwizzleTransform(128)
+    tiled = plgpu.TilingTransform((ALIGNED, INPUTS)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, outputs), out_dtype),

@@ -126,10 +126,11 @@ def product(
     int8 = spec.int8_activations
     total = jnp.int32 if int8 else jnp.float32
     scaled = len(scales)
+    sums = plgpu.ACC((ROWS, tile), total)  # pyright: ignore[reportPrivateImportUsage]
 
     def body(x_ref, w_ref, *refs):
         scale_refs, (o_ref, x_smem, w_smem, *more) = refs[:scaled], refs[scaled:]
-        scale_smem, (expanded, o_smem, full, empty) = more[:scaled], more[scaled:]
+        scale_smem, (o_smem, full, empty, *expanded) = more[:scaled], more[scaled:]
         o, t, s, wg = (lax.axis_index(name) for name in ("o", "t", "s", "wg"))
         first = s * each
         count = jnp.clip(steps - first, 0, each)
@@ -187,9 +188,9 @@ def product(
                             if int8:
                                 plgpu.wgmma(acc, w_smem.at[slot, p, mine], right)
                             elif config.through_shared:
-                                expanded[wg] = expand(slot, p, h)
+                                expanded[0][wg] = expand(slot, p, h)
                                 plgpu.commit_smem()
-                                plgpu.wgmma(acc, expanded.at[wg], right)
+                                plgpu.wgmma(acc, expanded[0].at[wg], right)
                                 plgpu.wgmma_wait(0)
                             else:
                                 plgpu.wgmma(acc, expand(slot, p, h), right)
@@ -199,7 +200,7 @@ def product(
 
                 return acc[...]
 
-            o_smem[wg] = pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile), total))
+            o_smem[wg] = pl.run_scoped(accumulate, sums)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_smem.at[wg], o_ref.at[s, pl.ds(o * block + wg * ROWS, ROWS), pl.ds(t * tile, tile)])
             plgpu.wait_smem_to_gmem(0)
@@ -207,11 +208,11 @@ def product(
     def smem(shape: tuple[int, ...], dtype: Any) -> Any:
         size = jnp.dtype(dtype).itemsize
         swizzle = min(128, shape[-1] * size)
-        return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)))
+        tiling = plgpu.TilingTransform((8, swizzle // size))  # pyright: ignore[reportAbstractUsage]
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))  # pyright: ignore[reportAbstractUsage]
 
     copies = parts * (1 + halves * (1 + scaled))
     lines = [plgpu.SMEM((config.stages, parts, halves, block), scale.dtype) for scale in scales]
-    expanded = [smem((config.warpgroups, ROWS, part), jnp.bfloat16)] if config.through_shared else [plgpu.SMEM((128,), jnp.int8)]
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((config.splits, outputs, tokens), total),
@@ -219,10 +220,10 @@ def product(
             smem((config.stages, parts, halves, tile, part), x.dtype),
             smem((config.stages, parts, block, part), jnp.int8),
             *lines,
-            *expanded,
             smem((config.warpgroups, ROWS, tile), total),
             plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
             plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+            *([smem((config.warpgroups, ROWS, part), jnp.bfloat16)] if config.through_shared else []),
         ],
         grid=(outputs // block, tokens // tile, config.splits),
         grid_names=("o", "t", "s"),
