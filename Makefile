@@ -3,6 +3,7 @@
 # make lint    ruff and pyright, as CI does
 # make models  fetch the model that the demo and some tests use
 # make vocabs  fetch vocabularies of other models, for more tests of tokenizers (77 MB)
+# make protos  make the code in serving/proto anew, after its .proto files changed
 # make aot     compile the whole step for TPU v5e, without a TPU
 # make bench   bench/offline.py on the demo's model
 # make experiments  replay traffic through the scheduler for docs/scheduling.md: figures and pictures (half an hour, no model)
@@ -18,7 +19,7 @@ GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 # Trust what the system trusts: some networks have a certificate of their own.
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: demo test lint models vocabs install aot bench experiments clean
+.PHONY: demo test lint models vocabs install protos aot bench experiments clean
 
 # --- environment ---------------------------------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ demo: .venv/ready $(GGUF)
 	@$(PY) -m examples.demo $(GGUF)
 
 test: .venv/ready
-	$(PY) -m pytest --cov --cov-report=term:skip-covered
+	$(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --cov --cov-report=term:skip-covered
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .
@@ -80,6 +81,9 @@ experiments: .venv/ready
 	$(PY) -m bench.replay cache --limit 3000 --speed 0.5 --policies first_come longest_prefix shortest_work priority deadline \
 	  > $(RESULTS)/cache.jsonl
 	$(PY) -m bench.plots $(RESULTS) docs/img
+
+protos: .venv/ready
+	$(PY) -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. $(wildcard serving/proto/pagedjax/v1/*.proto)
 
 aot: .venv/ready
 	$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable '.[aot-tpu]'

@@ -81,7 +81,7 @@ class Engine:
         """`config` is resolved (config.resolve) and names the dtype; `params` are placed on `mesh` in `layout`."""
         self.model, self.config, self.mesh = model, config, mesh
         schedule, size = config.schedule, config.cache.block_size
-        self._params, self._vocab = params, layout.vocab
+        self.params, self._vocab = params, layout.vocab
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         one_row = on_cpu and config.dtype == "float32" and mesh.size == 1
         self.buckets = make_buckets(config, on_cpu=on_cpu, one_row=one_row)
@@ -135,7 +135,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Of the parameters, padding for shards included, over all devices (what each holds of its own)."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._in_flight)
@@ -191,7 +191,7 @@ class Engine:
         scores = any(row.targets for row in plan.rows)
         bucket = pick(self.buckets, plan.num_tokens, len(plan.rows), steps=plan.steps, scores=scores)
         buffer = pack(plan, bucket, self._fields[bucket], self.config.schedule.max_num_seqs)
-        self.state, output = self.executables[bucket].call(self._params, self.state, buffer)
+        self.state, output = self.executables[bucket].call(self.params, self.state, buffer)
         output.tokens.copy_to_host_async()
         self._in_flight.append(InFlight(plan, output, time.perf_counter()))
         wanted = sum(max(row.count, row.steps) for row in plan.rows)
@@ -268,7 +268,7 @@ class Engine:
 
     def _largest_temp(self, spec: StepSpec) -> int:
         """Bytes of temporaries of the largest bucket; they do not depend on the size of the pool, so two blocks will do."""
-        lowered = lower_step(spec, self.buckets[-1], self._params, self._abstract_state(spec, 2), self._table_width)
+        lowered = lower_step(spec, self.buckets[-1], self.params, self._abstract_state(spec, 2), self._table_width)
         memory = lowered.compile().memory_analysis()
         return memory.temp_size_in_bytes if memory else 0
 
@@ -286,9 +286,7 @@ class Engine:
             lowerings.append(("read_block", partial(lower_read_block, state, self.mesh)))
             lowerings.append(("write_block", partial(lower_write_block, state, self.mesh)))
         names = [name for name, _ in lowerings]
-        lowerings += [
-            (bucket, partial(lower_step, spec, bucket, self._params, state, self._table_width)) for bucket in self.buckets
-        ]
+        lowerings += [(bucket, partial(lower_step, spec, bucket, self.params, state, self._table_width)) for bucket in self.buckets]
         total, done, lock = len(lowerings), 0, threading.Lock()
         progress("compile", 0, total)
 

@@ -1,5 +1,6 @@
 """LLM: the offline API. Names follow vLLM's, so that its users feel at home."""
 
+import asyncio
 import contextlib
 import functools
 import itertools
@@ -22,8 +23,9 @@ from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
 from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Service, Usage
-from pagedjax.loop import EngineLoop, Stream, start_off_loop
+from pagedjax.loop import EngineLoop
 from pagedjax.memory import map_large_buffers
+from pagedjax.stream import Stream
 from pagedjax.text import Grammars, Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Prompt = str | Sequence[int]
@@ -90,12 +92,14 @@ class LLM:
         path, or vLLM's names: LLM(path, max_model_len=2048, tensor_parallel_size=2)."""
         config = with_options(config or EngineConfig(), options)
         map_large_buffers()
-        checkpoint = open_checkpoint(os.fspath(model))
+        self.model = os.fspath(model)
+        checkpoint = open_checkpoint(self.model)
         mesh = make_mesh(config.sharding.model)
         platform = cast(Literal["cpu", "gpu", "tpu"], mesh.devices.flat[0].platform)
         open_compile_cache(config.compile_cache, platform)
         config = resolve(config, checkpoint.config, platform, resolve_dtype(checkpoint, config.dtype, mesh))
-        self.tokenizer: Tokenizer | None = open_tokenizer(checkpoint.tokenizer_source)
+        self.tokenizer_source = checkpoint.tokenizer_source
+        self.tokenizer: Tokenizer | None = open_tokenizer(self.tokenizer_source)
         self.defaults = checkpoint.defaults
         start = time.perf_counter()
         params, layout = load_params(
@@ -172,7 +176,7 @@ class LLM:
         self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, service: Service | None = None
     ) -> Stream:
         """`stream` for servers: neither tokenizing nor waiting for the engine's thread holds up the event loop."""
-        return await start_off_loop(lambda: self.stream(prompt, sampling_params, service=service))
+        return await self.loop.submit_async(await asyncio.to_thread(self.request, prompt, sampling_params, service))
 
     # --- what the engine remembers ----------------------------------------------------------------------------------
 
