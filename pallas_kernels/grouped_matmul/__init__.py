@@ -18,7 +18,7 @@ OP = Op(
     (
         Backend("mosaic_tpu", ("tpu",), "visits tiles of rows expert by expert, whose weights stay in VMEM", mosaic_tpu.supports),
         Backend("mosaic_gpu", ("cuda",), "visits tiles of rows of one expert, with TMA and wgmma", mosaic_gpu.supports),
-        Backend("xla", (), "a loop over experts, blocks of weights and tiles of rows"),
+        Backend("xla", (), "a loop over experts, blocks of weights and tiles of rows; few rows with every expert at once"),
     ),
     TYPICAL_GROUPED,
 )
@@ -40,8 +40,7 @@ def grouped_matmul(
 
     lhs [T, in] and rhs [E, out, in], both f32 or both bf16; group_sizes i32[E], how many rows each expert has: the first
     group_sizes[0] rows are expert 0's, and so on; none may be negative, and their sum is at most T. Rows past the sum give 0
-    and may hold anything, NaN included; so may the weights of an expert without rows, which are not read. backend, platform: as
-    in `dispatch.run`.
+    and may hold anything, NaN included; so may the weights of an expert without rows. backend, platform: as in `dispatch.run`.
     """
     lhs, rhs, group_sizes = (jnp.asarray(x) for x in (lhs, rhs, group_sizes))
     check(lhs.ndim == 2 and lhs.shape[0] >= 1, f"lhs must be [tokens, in] with at least one token; got {lhs.shape}")

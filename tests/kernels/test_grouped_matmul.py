@@ -32,11 +32,11 @@ def test_the_bound_sees_a_row_of_the_wrong_expert():
 
 def test_sizes_are_data():
     """One program for all sizes, and no temporary as large as the weights."""
-    lhs, rhs = jnp.ones((32, 512), jnp.bfloat16), jnp.ones((8, 1024, 512), jnp.bfloat16)
+    lhs, rhs = jnp.ones((72, 512), jnp.bfloat16), jnp.ones((8, 1024, 512), jnp.bfloat16)
     program = jax.jit(lambda *args: grouped_matmul(*args)).lower(lhs, rhs, jnp.zeros(8, jnp.int32)).compile()
     for sizes in ((4,) * 8, (0, 32, 0, 0, 0, 0, 0, 0), (1, 2, 3, 0, 0, 0, 0, 7)):
         got = program(lhs, rhs, jnp.asarray(sizes, jnp.int32))
-        assert (np.asarray(got[:, 0], np.float32) == np.where(np.arange(32) < sum(sizes), 512, 0)).all()
+        assert (np.asarray(got[:, 0], np.float32) == np.where(np.arange(72) < sum(sizes), 512, 0)).all()
     memory = program.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 4 * xla.BLOCK_BYTES < rhs.nbytes
 
