@@ -72,12 +72,19 @@ def test_grouped_matmul(rows: int):
     check_grouped(case, rows)
 
 
+RACY = grouped_cases.Case("races", (5, 0, 17), past=3, inputs=192, outputs=64)  # three stages in two slots
+
+
 def test_no_races():
-    """And the same bits as without looking for them."""
-    case = quant_cases.Case("int4", tokens=2, inputs=320, outputs=64, group=64, zeros=True)
-    assert (check_quant(case, RACES, columns=64) == check_quant(case, columns=64)).all()
-    several = grouped_cases.Case("races", (5, 0, 17), past=3, inputs=192, outputs=64)
-    assert (check_grouped(several, 64, RACES) == check_grouped(several, 64)).all()
+    check_quant(quant_cases.Case("int4", tokens=2, inputs=384, outputs=64, group=64, zeros=True), RACES, columns=64)
+    assert (check_grouped(RACY, 64, RACES) == check_grouped(RACY, 64)).all()
+
+
+def test_a_race_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    """The control: nobody waits for copies."""
+    monkeypatch.setattr(plgpu, "barrier_wait", lambda *args, **kwargs: None)
+    with pytest.raises(Exception, match="(?i)race"):
+        check_grouped(RACY, 64, RACES)
 
 
 def fits(case: quant_cases.Case) -> bool:
@@ -117,7 +124,7 @@ def test_every_row_is_visited_once_by_its_expert(seed: int):
 
 def test_one_row_an_expert_fits_the_list_of_visits():
     sizes = np.ones(24, np.int32)
-    visits = grouped.find_visits(jnp.asarray(sizes), 24, 16)
+    visits = find_visits(jnp.asarray(sizes), 24, 16)
     assert int((visits.begin < visits.end).sum()) == 24 <= len(visits.begin)
 
 
