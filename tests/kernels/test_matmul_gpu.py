@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grouped_matmul, quant_matmul
@@ -83,8 +84,11 @@ def test_no_races():
 def test_a_race_would_be_seen(monkeypatch: pytest.MonkeyPatch):
     """The control: nobody waits for copies."""
     monkeypatch.setattr(plgpu, "barrier_wait", lambda *args, **kwargs: None)
-    with pytest.raises(Exception, match="(?i)race"):
-        check_grouped(RACY, 64, RACES)
+    try:
+        with pytest.raises(Exception, match="(?i)race"):
+            check_grouped(RACY, 64, RACES)
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def fits(case: quant_cases.Case) -> bool:

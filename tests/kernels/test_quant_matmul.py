@@ -85,6 +85,20 @@ def test_the_bound_is_tight_enough_to_see_a_wrong_scale():
     assert (np.abs(reference(x, wrong) - reference(x, weight)) > error_bound(x, weight)).any()
 
 
+def test_each_platform_gets_its_backend():
+    """One trace serves all; on CPU it is what `xla` gives."""
+    x, weight = make(Case("int4", group=64))
+    call = lambda x, weight, **options: quant_matmul(x, weight, **options)
+    traced = jax.jit(call).trace(x, weight)
+    texts = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu", "cuda")}
+    assert {p: ("tpu_custom_call" in text, "mosaic_gpu" in text) for p, text in texts.items()} == {
+        "cpu": (False, False),
+        "tpu": (True, False),
+        "cuda": (False, True),
+    }
+    assert (np.asarray(jax.jit(call)(x, weight)) == np.asarray(call(x, weight, backend="xla"))).all()
+
+
 @pytest.mark.parametrize("rows", [2, 32])
 @pytest.mark.parametrize("group", [0, 128])
 def test_weights_are_not_expanded_in_memory(rows: int, group: int):
