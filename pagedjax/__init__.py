@@ -17,6 +17,7 @@ HOME = {
     "Score": "pagedjax.llm",
     "Service": "pagedjax.host.request",
     "Stream": "pagedjax.stream",
+    "StructuredOutputsParams": "pagedjax.host.constraint",
     "UserError": "pagedjax.errors",
 }
 

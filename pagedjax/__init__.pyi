@@ -1,5 +1,6 @@
 from pagedjax.config import EngineConfig as EngineConfig
 from pagedjax.errors import UserError as UserError
+from pagedjax.host.constraint import StructuredOutputsParams as StructuredOutputsParams
 from pagedjax.host.request import SamplingParams as SamplingParams
 from pagedjax.host.request import Service as Service
 from pagedjax.llm import LLM as LLM

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import math
 import numbers
@@ -17,7 +18,7 @@ from typing import Any, Literal, cast
 from checkpoints.load import load_params, resolve_dtype
 from checkpoints.open import open_checkpoint
 from pagedjax.config import EngineConfig, resolve, with_options
-from pagedjax.device.compile import set_compile_cache
+from pagedjax.device.compile import open_compile_cache
 from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
@@ -25,7 +26,7 @@ from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParam
 from pagedjax.loop import EngineLoop
 from pagedjax.memory import map_large_buffers
 from pagedjax.stream import Stream
-from pagedjax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from pagedjax.text import Grammars, Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Prompt = str | Sequence[int]
 AnyPrompt = Prompt | Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, and cache_salt: as in vLLM
@@ -91,11 +92,11 @@ class LLM:
         path, or vLLM's names: LLM(path, max_model_len=2048, tensor_parallel_size=2)."""
         config = with_options(config or EngineConfig(), options)
         map_large_buffers()
-        set_compile_cache(config.compile_cache)
         self.model = os.fspath(model)
         checkpoint = open_checkpoint(self.model)
         mesh = make_mesh(config.sharding.model)
         platform = cast(Literal["cpu", "gpu", "tpu"], mesh.devices.flat[0].platform)
+        open_compile_cache(config.compile_cache, platform)
         config = resolve(config, checkpoint.config, platform, resolve_dtype(checkpoint, config.dtype, mesh))
         self.tokenizer_source = checkpoint.tokenizer_source
         self.tokenizer: Tokenizer | None = open_tokenizer(self.tokenizer_source)
@@ -140,6 +141,10 @@ class LLM:
         words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             words = self._tokenizer("bad_words").bad_word_ids(params.bad_words)
+        form, constraint = params.structured_outputs, None
+        if form is not None:
+            check(not params.ignore_eos, "structured_outputs must not go with ignore_eos: the form says where a text ends")
+            constraint = self._grammars.compile(*form.form, allowed=params.allowed_token_ids)
         own = () if params.ignore_eos else self.defaults.stop_ids
         return Request(
             id=str(next(self._ids)),
@@ -148,6 +153,7 @@ class LLM:
             stop_ids=tuple(sorted({*own, *params.stop_token_ids})),
             bad_words=words,
             seed=self.engine.new_seed() if params.seed is None else params.seed,
+            constraint=constraint,
             salt=salt,
             service=service or Service(),
         )
@@ -156,6 +162,11 @@ class LLM:
         if self.tokenizer is None:
             raise UserError(f"{what} needs a tokenizer; the model has none (prompts may be token ids)")
         return self.tokenizer
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        """Made when the first request asks for it: the whole vocabulary is read."""
+        return Grammars(self._tokenizer("structured_outputs"), self.defaults.stop_ids)
 
     def stream(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, service: Service | None = None) -> Stream:
         """Starts one request; iterate the result (or `async for` it) for its pieces. Leaving early cancels it."""

@@ -4,21 +4,15 @@ The pool is `kv[J, N, 2, K, P, D']`: layer, block, key or value, kv head, token 
 what padding writes goes there and nothing reads it. Row lengths include the tokens written in the same step.
 """
 
-from collections.abc import Mapping
-
-from pallas_kernels.common.dispatch import Backend
+from pallas_kernels.common.dispatch import Op
 from pallas_kernels.common.shared import SharedPrefix, find_shared
-from pallas_kernels.kv_write import BACKENDS as KV_WRITE
+from pallas_kernels.kv_write import OP as KV_WRITE
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.paged_attention import BACKENDS as PAGED_ATTENTION
+from pallas_kernels.paged_attention import OP as PAGED_ATTENTION
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_decode import BACKENDS as PAGED_DECODE
+from pallas_kernels.paged_decode import OP as PAGED_DECODE
 from pallas_kernels.paged_decode import paged_decode
 
 __all__ = ["OPS", "SharedPrefix", "find_shared", "kv_write", "paged_attention", "paged_decode"]
 
-OPS: Mapping[str, tuple[Backend, ...]] = {
-    "kv_write": KV_WRITE,
-    "paged_attention": PAGED_ATTENTION,
-    "paged_decode": PAGED_DECODE,
-}
+OPS: tuple[Op, ...] = (PAGED_DECODE, PAGED_ATTENTION, KV_WRITE)

@@ -41,7 +41,6 @@ class Call:
     retention: int = 0  # as in Service
     add_special: bool = True  # of a text: BOS and the like, where the model wants them
     cache_salt: str = ""  # keeps cached prefixes apart within the tenant
-    constraint: object = None  # a grammar that the output must follow: there is none yet
 
 
 class Frontend:
@@ -176,8 +175,6 @@ class Frontend:
         llm = self.llm
         if call.model not in ("", self.model_name):
             raise Refusal("model_not_found", f"the model served here is {self.model_name!r}; got {call.model!r}", param="model")
-        if call.constraint is not None:
-            raise Refusal("unsupported", "constraint is not supported yet: output cannot be held to a grammar", param="constraint")
         if len(call.request_id) > 256 or not call.request_id.isprintable():
             raise Refusal("invalid_argument", "a request id must be at most 256 printable characters", param="request_id")
         limits = self.config.limits

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import re
 import subprocess
@@ -21,7 +22,7 @@ FUNCTION_LINES = 60
 KERNEL = re.compile(r"pallas_kernels/\w+/(xla|mosaic_\w+)\.py")  # a kernel's body may be longer
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")  # by protoc
 WORDS = ("Manager", "Helper", "Util", "Base", "Handler")
-BY_NAME = ("pagedjax/__init__.py", "pagedjax/cli.py")  # load modules by name, when they are asked for
+BY_NAME = ("pagedjax/__init__.py", "pagedjax/cli.py", "checkpoints/open.py")  # load modules by name, when they are asked for
 
 # Who may import what of this project: itself, and these. What is not listed here may import anything but the entry points.
 EDGES = {
@@ -189,10 +190,32 @@ def test_rule_finds_what_breaks_it(rule: Callable[[str, str], list[str]], path: 
 
 
 def test_no_import_cycles():
-    graph = {module_name(path): imports(path, source) for path, source in sources(*PACKAGES)}
-    graph["pagedjax"] = set()  # loads its public names by name, when they are asked for
+    graph = import_graph() | {"pagedjax": set()}  # loads its public names by name, when they are asked for
     ours = {name: {module for module in modules if module in graph and module != name} for name, modules in graph.items()}
     assert "pagedjax.engine" in list(graphlib.TopologicalSorter(ours).static_order())
+
+
+@functools.cache
+def import_graph() -> dict[str, set[str]]:
+    return {module_name(path): imports(path, source) for path, source in sources(*PACKAGES)}
+
+
+def reached(*starts: str) -> set[str]:
+    """All that is imported when these modules are, but for what libraries import themselves."""
+    seen, todo = set(), list(starts)
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += import_graph().get(name, ())
+    return seen
+
+
+def test_an_engine_starts_without_the_libraries_of_other_checkpoints():
+    """Together they take as long to import as a model to load."""
+    slow = {"orbax.checkpoint", "huggingface_hub", "gguf"}
+    assert not reached("pagedjax.llm") & slow and "jax" in reached("pagedjax.llm")
+    assert slow == slow & (reached("checkpoints.store") | reached("checkpoints.hub") | reached("checkpoints.gguf"))
 
 
 def read_attributes(source: str) -> set[str]:

@@ -14,9 +14,8 @@ from pagedjax import terminal
 from pagedjax.commands.cache import entries
 from pagedjax.config import default_block_size
 from pallas_kernels import OPS
-from pallas_kernels.common.dispatch import Backend, choose
-
-KERNELS = ("mosaic_tpu", "mosaic_gpu")  # the modules in which an op's Pallas kernels live
+from pallas_kernels.common.dispatch import choose
+from pallas_kernels.common.targets import platform_of
 
 
 def run(command: Any) -> None:
@@ -79,21 +78,12 @@ def cache(folder: str) -> list[tuple[str, str]]:
 
 
 def ops(device: Any) -> list[tuple[str, str, str]]:
-    """For each op the backend that it uses on this device and why, and why not the others."""
-    rows = []
-    for op, backends in OPS.items():
-        used = choose(backends, platform_of(device))
-        rows.append((op, used.name, used.why))
-        rows += [("", f"not {b.name}", f"is for {where(b)}: {b.why}") for b in backends if b is not used]
-        missing = [name for name in KERNELS if importlib.util.find_spec(f"pallas_kernels.{op}.{name}") is None]
-        rows += [("", f"not {name}", "no such Pallas kernel yet") for name in missing]
+    """For each op the backend that it uses on this device and why, and why not the others; for the sizes of a Llama 3 8B."""
+    rows, platform = [], platform_of(device)
+    for op in OPS:
+        used = choose(op, op.typical, platform)
+        rows.append((op.name, used.name, used.why))
+        for other in op.backends:
+            reason = other.refuses(op.typical, platform) or f"comes after {used.name}"
+            rows += [] if other is used else [("", f"not {other.name}", f"{reason}: {other.why}")]
     return rows
-
-
-def where(backend: Backend) -> str:
-    return " and ".join(backend.platforms) or "other platforms"
-
-
-def platform_of(device: Any) -> str:
-    """As the lowering of JAX names it: a GPU is "cuda" or "rocm"."""
-    return device.client.platform if device.platform == "gpu" else device.platform

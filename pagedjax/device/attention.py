@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import SharedPrefix, find_shared, kv_write, paged_attention, paged_decode
+from pallas_kernels.common.targets import platform_of
 
 Place = tuple[jax.Array | int, jax.Array | int]  # of a layer: its group, and which of the group's layers it is
 
@@ -54,11 +55,12 @@ def attend(
     """
     num_rows = rows.context_lens.shape[0]
     shared = rows.shared if window is None else None
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    platform = platform_of(rows.mesh.devices.flat[0])
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "platform": platform}
 
     def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode, shared):
-        kv = kv_write(kv, k, v, layer, slots, num_rows=num_rows)
-        q = q.astype(kv.dtype)
+        kv = kv_write(kv, k, v, layer, slots, num_rows=num_rows, platform=platform)
+        assert isinstance(kv, jax.Array)
         if q.shape[0] == num_rows:  # a decode bucket
             out = paged_decode(q, kv, layer, block_tables, context_lens, shared=shared, **options)
         else:

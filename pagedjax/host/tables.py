@@ -75,6 +75,7 @@ class BlockTables:
     def sequence(self, request: Request, index: int, max_len: int, epoch: int, arrival: float = 0.0, order: int = 0) -> Sequence:
         """A new one, which holds nothing."""
         groups = range(len(self.windows))
+        constraint = None if request.constraint is None else request.constraint.copy()
         return Sequence(
             request,
             index,
@@ -86,6 +87,8 @@ class BlockTables:
             epoch=epoch,
             arrival=arrival,
             order=order,
+            constraint=constraint,
+            mask=None if constraint is None else constraint.mask(),
         )
 
     def advance(self, now: float) -> None:

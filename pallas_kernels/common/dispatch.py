@@ -1,31 +1,89 @@
-"""Which backend of an op runs on which platform. The ops dispatch by these tables, and reports read the same ones."""
+"""Which backend of an op runs where. The ops dispatch by these tables, and reports read the same ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
 
+from pallas_kernels.common.layout import check
+from pallas_kernels.common.targets import Chip, chip_for
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # as the lowering of JAX names them
+
+
+def always(spec: Any, chip: Chip | None) -> None:
+    """`supports` of a backend that takes everything."""
+
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an op, and where it is the one to use. `why` says it in a few words."""
+    """One implementation of an op. `why` says in a few words where it is the one to use.
+
+    supports(spec, chip) says in one sentence why a call cannot be made, or None; it sees shapes, dtypes and options alone.
+    """
 
     name: str
-    platforms: tuple[str, ...]  # as JAX names them: "cpu", "cuda", "rocm", "tpu"; empty: every other platform
+    platforms: tuple[str, ...]  # of PLATFORMS; empty: every one
     why: str
+    supports: Callable[[Any, Chip | None], str | None] = always
+
+    def refuses(self, spec: Any, platform: str, chip: Chip | None = None) -> str | None:
+        """Why it does not run a call on a platform, or None."""
+        if self.platforms and platform not in self.platforms:
+            return f"is for {' and '.join(self.platforms)}"
+        chip = chip or chip_for(platform)
+        if self.platforms and chip is None:
+            return f"has no code for this {platform} device"
+        return self.supports(spec, chip)
 
 
-def choose(backends: Sequence[Backend], platform: str) -> Backend:
-    """The backend an op uses on a platform when its caller names none."""
-    named = [backend for backend in backends if platform in backend.platforms]
-    return (named or [backend for backend in backends if not backend.platforms])[0]
+@dataclass(frozen=True)
+class Op:
+    """An operation: its backends, the one to prefer first, and the last takes every call. `typical` is a call to speak of when
+    none is at hand."""
+
+    name: str
+    backends: tuple[Backend, ...]
+    typical: Any
 
 
-def run(backends: Sequence[Backend], functions: dict[str, Callable[..., Any]], args: Sequence[Any], name: str | None) -> Any:
-    """Calls the function of the backend `name`, or (None) of the one for the platform the program is compiled for."""
-    if name is not None:
-        return functions[name](*args)
-    branches = {platform: functions[b.name] for b in backends for platform in b.platforms}
-    default = next(functions[backend.name] for backend in backends if not backend.platforms)
-    return lax.platform_dependent(*args, default=default, **branches) if branches else default(*args)
+def choose(op: Op, spec: Any, platform: str, chip: Chip | None = None) -> Backend:
+    """The backend that an op uses on a platform when its caller names none: the first that takes the call."""
+    return next(backend for backend in op.backends if backend.refuses(spec, platform, chip) is None)
+
+
+def run(
+    op: Op,
+    functions: Mapping[str, Callable[..., Any]],
+    spec: Any,
+    args: Sequence[Any],
+    *,
+    backend: str | None,
+    platform: str | None,
+) -> Any:
+    """Calls the function of the backend of this name, or (None) of the one that is chosen for the platform that the program is
+    compiled for. ValueError, before anything is traced, for an unknown name and for a backend that refuses the call.
+
+    platform: of PLATFORMS, if the caller knows it; the backends of others are then not even traced. Each function is called as
+    f(*args, chip=…).
+    """
+    check(platform is None or platform in PLATFORMS, f"platform must be one of {', '.join(PLATFORMS)}; got {platform}")
+    if backend is not None:
+        names = [b.name for b in op.backends]
+        check(backend in names, f"backend of {op.name} must be {' or '.join(names)}; got {backend}")
+        one = op.backends[names.index(backend)]
+        where = platform or (one.platforms or PLATFORMS)[0]
+        reason = one.refuses(spec, where)
+        check(reason is None, f"{op.name} cannot run as {backend}: it {reason}")
+        return functions[backend](*args, chip=chip_for(where))
+
+    def on(platform: str) -> Callable[..., Any]:
+        name, chip = choose(op, spec, platform).name, chip_for(platform)
+        return lambda *args: functions[name](*args, chip=chip)
+
+    if platform is not None:
+        return on(platform)(*args)
+    chosen = {p: choose(op, spec, p).name for p in PLATFORMS}
+    branches = {p: on(p) for p, name in chosen.items() if name != chosen["cpu"]}
+    return lax.platform_dependent(*args, default=on("cpu"), **branches) if branches else on("cpu")(*args)

@@ -31,7 +31,8 @@ def check(ok: bool, message: str) -> None:
 def check_pool(kv: jax.Array) -> PoolShape:
     """The axes of kv[J, N, 2, K, P, D'], or ValueError."""
     check(kv.ndim == 6 and kv.shape[2] == 2, f"kv must be [layers, blocks, 2, kv heads, block size, width]; got {kv.shape}")
-    check(jnp.issubdtype(kv.dtype, jnp.floating), f"kv must hold floats; got {kv.dtype}")
+    floats = jnp.issubdtype(kv.dtype, jnp.floating) and kv.dtype != jnp.float64
+    check(floats or kv.dtype == jnp.int8, f"kv must hold floats or int8; got {kv.dtype}")
     layers, blocks, _, kv_heads, block_size, width = kv.shape
     return PoolShape(layers, blocks, kv_heads, block_size, width)
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.layout import LOWEST, MASKED, ceil_div, flat_blocks, pad_axis, scores, take_blocks
+from pallas_kernels.common.quantized import block_scales
 
 CHUNK = 128  # tokens of context an iteration; 256 takes twice the time for 128 tokens on CPU
 
@@ -48,11 +49,12 @@ def attend_span(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    kv_scales: jax.Array | None,
 ) -> State:
     """The state [K, t, G] of t queries q [K, t, G, D'] after the tokens begin to end - 1 of the row of blocks `table` i32[B].
 
     last i32[t]: the last place that a query sees (the first is by `window`); -1: it sees nothing, and its state stays as it is.
-    A loop over chunks of blocks; none where end <= begin.
+    kv_scales: as in the ops. A loop over chunks of blocks; none where end <= begin.
     """
     kv_heads, tile, group, width = q.shape
     blocks, block_size = kv.shape[1], kv.shape[4]
@@ -60,6 +62,7 @@ def attend_span(
     chunk = per_chunk * block_size
     table = pad_axis(table, 0, -(-table.shape[0] // per_chunk) * per_chunk)
     flat = flat_blocks(kv)
+    in_row = lambda x: x.swapaxes(0, 1).reshape(kv_heads, chunk, *x.shape[3:])  # [blocks, K, P, …] -> [K, tokens, …]
     q = q.reshape(kv_heads, tile * group, width)
     query = jnp.repeat(last, group)[:, None]
 
@@ -70,17 +73,23 @@ def attend_span(
         inside = (place >= begin) & (place < end)
         ids = jnp.where(inside.reshape(per_chunk, block_size).any(1), ids, 0)
         at = 2 * (layer * blocks + ids)
-        k, v = (take_blocks(flat, x).transpose(1, 0, 2, 3).reshape(kv_heads, chunk, width) for x in (at, at + 1))
+        k, v = (in_row(take_blocks(flat, x)).astype(q.dtype) for x in (at, at + 1))
         seen = inside & (place <= query)
         if window is not None:
             seen &= place > query - window
-        s = scores(jnp.einsum("kqd,kcd->kqc", q, k, preferred_element_type=jnp.float32), scale, soft_cap)
-        s = jnp.where(seen, s, MASKED)
+        s = jnp.einsum("kqd,kcd->kqc", q, k, preferred_element_type=jnp.float32)
+        v_scale = None
+        if kv_scales is not None:
+            k_scale, v_scale = (in_row(x)[:, None] for x in block_scales(kv_scales, at, kv_heads, block_size))
+            s *= k_scale
+        s = jnp.where(seen, scores(s, scale, soft_cap), MASKED)
         v = jnp.where(inside[:, None], v, 0)  # 0 * NaN is NaN
         new_top = jnp.maximum(top, s.max(-1))
         p = jnp.exp(s - new_top[..., None])
         keep = jnp.exp(top - new_top)
-        acc = acc * keep[..., None] + jnp.einsum("kqc,kcd->kqd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        weights = p if v_scale is None else p * jnp.where(inside, v_scale, 0)
+        part = jnp.einsum("kqc,kcd->kqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        acc = acc * keep[..., None] + part
         return new_top, total * keep + p.sum(-1), acc
 
     flat_state = tuple(x.reshape(kv_heads, tile * group, *x.shape[3:]) for x in state)

@@ -1,22 +1,26 @@
 """kv_write: the keys and values of new tokens into the pool, in place where the pool is donated."""
 
-from typing import Literal
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend as Choice
-from pallas_kernels.common.dispatch import run
-from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, pad_axis
+from pallas_kernels.common.dispatch import Backend, Op, run
+from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool
+from pallas_kernels.common.quantized import check_scales
+from pallas_kernels.common.spec import TYPICAL_WRITE, WriteSpec
 from pallas_kernels.kv_write import xla
 from pallas_kernels.kv_write.reference import reference
 
-__all__ = ["BACKENDS", "kv_write", "reference"]
+__all__ = ["OP", "kv_write", "reference"]
 
-Backend = Literal["xla_tokens", "xla_blocks"]
-BACKENDS = (
-    Choice("xla_blocks", ("tpu",), "rewrites whole blocks: there XLA copies the pool for a write of single tokens"),
-    Choice("xla_tokens", (), "scatters single tokens, which is in place here"),
+OP = Op(
+    "kv_write",
+    (
+        Backend("xla_blocks", ("tpu",), "rewrites whole blocks: there XLA copies the pool for a write of single tokens"),
+        Backend("xla_tokens", (), "scatters single tokens, which is in place here"),
+    ),
+    TYPICAL_WRITE,
 )
 
 
@@ -28,16 +32,20 @@ def kv_write(
     slots: jax.Array,
     *,
     num_rows: int,
-    backend: Backend | None = None,
-) -> jax.Array:
+    kv_scales: jax.Array | None = None,
+    backend: str | None = None,
+    platform: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The pool with k and v of T tokens at their slots of one layer.
 
     kv [J, N, 2, K, P, D']; k, v [T, K, D] with D <= D', cast to kv's dtype, padded with zeros; layer i32 scalar, may be traced;
     slots i32[T] = block * P + place in the block. Padding has slots in block 0, the scrap block: what stands there afterwards is
     undefined. The tokens come from at most num_rows rows, one after the other; inside a row the positions are consecutive, and
-    no block belongs to two rows. backend None: xla_blocks on TPU, where token-wise writes copy the pool, else xla_tokens.
+    no block belongs to two rows. kv_scales: of a pool of 8 bits, as in common/quantized.py; those per tensor are used, those per
+    token are made from k and v, and the result is (the pool, the scales). backend, platform: as in `dispatch.run`.
     """
     kv, k, v, slots = (jnp.asarray(x) for x in (kv, k, v, slots))
+    kv_scales = None if kv_scales is None else jnp.asarray(kv_scales)
     pool = check_pool(kv)
     check(k.ndim == 3 and k.shape[1] == pool.kv_heads, f"k must be [tokens, {pool.kv_heads}, width]; got {k.shape}")
     check(k.shape == v.shape, f"k and v must have one shape; got {k.shape} and {v.shape}")
@@ -45,14 +53,15 @@ def kv_write(
     check(k.shape[0] >= 1, f"k must hold at least one token; got {k.shape}")
     check_ints("slots", slots, k.shape[:1])
     check(num_rows >= 1, f"num_rows must be at least 1; got {num_rows}")
-    check(backend in (None, "xla_tokens", "xla_blocks"), f"backend of kv_write must be xla_tokens or xla_blocks; got {backend}")
     layer = check_layer(layer, pool.layers)
-    k, v = (pad_axis(x.astype(kv.dtype), 2, pool.width) for x in (k, v))
+    scales = check_scales(kv_scales, pool, kv.dtype)
+    spec = WriteSpec(k.shape[0], num_rows, k.shape[2], pool, str(kv.dtype), scales)
 
-    def tokens(kv, k, v, layer, slots):
-        return xla.write_tokens(kv, k, v, layer, slots)
+    def tokens(kv, k, v, layer, slots, kv_scales, chip):
+        return xla.write(xla.write_tokens, kv, k, v, layer, slots, kv_scales)
 
-    def blocks(kv, k, v, layer, slots):
-        return xla.write_blocks(kv, k, v, layer, slots, num_rows=num_rows)
+    def blocks(kv, k, v, layer, slots, kv_scales, chip):
+        return xla.write(functools.partial(xla.write_blocks, num_rows=num_rows), kv, k, v, layer, slots, kv_scales)
 
-    return run(BACKENDS, {"xla_tokens": tokens, "xla_blocks": blocks}, (kv, k, v, layer, slots), backend)
+    functions = {"xla_tokens": tokens, "xla_blocks": blocks}
+    return run(OP, functions, spec, (kv, k, v, layer, slots, kv_scales), backend=backend, platform=platform)

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pallas_kernels.common.spec import Scales
+
 
 class Case(NamedTuple):
     name: str
@@ -15,6 +17,7 @@ class Case(NamedTuple):
     block_size: int = 4
     dtype: str = "float32"
     most: int = 8  # blocks a row
+    scales: Scales = "none"
 
     @property
     def blocks(self) -> int:
@@ -42,5 +45,9 @@ CASES = (
     Case("most runs a row", ((3, 2), (3, 2), (3, 2), (3, 2), (3, 2))),
     Case("all padding", ((0, 0), (0, 0)), padding=6),
     Case("stored wider", ((1, 5), (9, 2)), width=5, kv_heads=3),
+    Case("int8 by tensor", ((3, 2), (3, 6), (0, 9)), padding=3, dtype="int8", scales="tensor"),
+    Case("int8 by token", ((3, 2), (3, 6), (0, 9)), padding=3, dtype="int8", scales="token", stored_width=16),
+    Case("e4m3 by token", ((3, 2), (3, 6), (0, 9)), padding=3, dtype="float8_e4m3fn", scales="token", block_size=8),
+    Case("e4m3 as it is", ((3, 2), (3, 6)), dtype="float8_e4m3fn", block_size=8),
     Case("block 16", ((10, 30), (15, 2), (16, 1)), block_size=16, kv_heads=1, padding=4),
 )

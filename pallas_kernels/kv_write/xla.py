@@ -1,10 +1,26 @@
 """kv_write in XLA: by token for CPU and GPU, by block for TPU."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.layout import pad_axis
+from pallas_kernels.common.quantized import as_stored
+
+Write = Callable[..., jax.Array]  # (kv, k, v, layer, slots) -> kv, with k and v as they are stored
+
+
+def write(
+    tokens: Write, kv: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, slots: jax.Array, kv_scales: jax.Array | None
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """What the op gives, by one of the two functions below. Scales are written as a pool whose heads have a width of 1."""
+    k, v, made = as_stored(k, v, kv.dtype, kv_scales)
+    kv = tokens(kv, *(pad_axis(x, 2, kv.shape[5]) for x in (k, v)), layer, slots)
+    if made is None or kv_scales is None:
+        return kv
+    return kv, tokens(kv_scales[..., None], *(x[..., None] for x in made), layer, slots)[..., 0]
 
 
 def write_tokens(kv: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, slots: jax.Array) -> jax.Array:

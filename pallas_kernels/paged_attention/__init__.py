@@ -1,19 +1,19 @@
 """paged_attention: rows of any number of query tokens, decode and prefill mixed, against their contexts in the pool."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend
+from pallas_kernels.common.dispatch import Backend, Op, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
+from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
+from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.reference import reference
 
-__all__ = ["BACKENDS", "paged_attention", "reference"]
+__all__ = ["OP", "paged_attention", "reference"]
 
-BACKENDS = (Backend("xla", (), "a loop over blocks with an online softmax"),)
+OP = Op("paged_attention", (Backend("xla", (), "a loop over blocks with an online softmax"),), TYPICAL_ATTENTION)
 
 
 def paged_attention(
@@ -29,37 +29,35 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
     shared: SharedPrefix | None = None,
-    backend: Literal["xla"] | None = None,
+    backend: str | None = None,
+    platform: str | None = None,
 ) -> jax.Array:
     """f32[T, H, D]: row s owns q[query_start[s]:query_start[s + 1]], the last positions of its context; each sees the context
     up to itself.
 
-    q [T, H, D], cast to kv's dtype; kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced; block_tables i32[S, B];
+    q [T, H, D], cast as in paged_decode; kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced; block_tables i32[S, B];
     context_lens i32[S] counts the row's own tokens, which are in the pool already; query_start i32[S + 1] starts with 0;
     num_decode i32[1]: so many rows at the front have one token each. Padding rows have no tokens; tokens of no row give 0.
     The options are those of paged_decode.
     """
     q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
+    sinks, kv_scales = (None if x is None else jnp.asarray(x) for x in (sinks, kv_scales))
     pool = check_pool(kv)
+    scales = check_scales(kv_scales, pool, kv.dtype)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
     check_shared(shared, window)
     check(q.shape[0] >= 1, f"q must hold at least one token; got {q.shape}")
     check_ints("query_start", query_start, (block_tables.shape[0] + 1,))
     check_ints("num_decode", num_decode, (1,))
-    check(backend in (None, "xla"), f"backend of paged_attention must be xla; got {backend}")
     layer = check_layer(layer, pool.layers)
-    return xla.attend(
-        q,
-        kv,
-        layer,
-        block_tables,
-        context_lens,
-        query_start,
-        num_decode,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        shared=shared,
-    )
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+
+    def in_xla(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
+        rows = block_tables, context_lens, query_start, num_decode
+        return xla.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, shared=shared, **options)
+
+    spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
+    args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared
+    return run(OP, {"xla": in_xla}, spec, args, backend=backend, platform=platform)

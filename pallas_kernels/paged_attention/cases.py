@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from pallas_kernels.common.spec import Scales
+
 
 class Case(NamedTuple):
     name: str
@@ -17,6 +19,7 @@ class Case(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    scales: Scales = "none"
 
 
 MIXED = ((20, 1), (1, 1), (33, 1), (40, 40), (70, 5), (16, 16), (0, 0))
@@ -40,5 +43,10 @@ CASES = (
     Case("window over lengths", MIXED, 72, num_decode=3, window=500, dtype="bfloat16"),
     Case("soft cap", MIXED, 72, num_decode=3, soft_cap=2.0),
     Case("sinks", MIXED, 72, num_decode=3, sinks=True, group=3),
+    Case("f16", MIXED, 72, num_decode=3, dtype="float16"),
+    Case("int8 by tensor", MIXED, 72, num_decode=3, dtype="int8", scales="tensor"),
+    Case("int8 by token", MIXED, 72, num_decode=3, dtype="int8", scales="token", group=3, block_size=32),
+    Case("e4m3 by token", MIXED, 72, num_decode=3, dtype="float8_e4m3fn", scales="token", width=128, block_size=32),
+    Case("int8 and everything", MIXED, 72, num_decode=3, dtype="int8", scales="token", sinks=True, soft_cap=3.0, window=20),
     Case("everything", MIXED, 72, num_decode=3, sinks=True, group=3, soft_cap=3.0, window=20, dtype="bfloat16", stored_width=128),
 )

@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_kernels.common.layout import ceil_div, pad_axis, take
 from pallas_kernels.common.online import attend_span, empty_state, finish, normalized
+from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.shared import SharedPrefix
 from pallas_kernels.paged_decode.xla import attend_pairs
 
@@ -28,13 +29,14 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
     shared: SharedPrefix | None,
 ) -> jax.Array:
     """f32[T, H, D]; shapes as in the op."""
     tokens, heads, head_width = q.shape
     kv_heads, block_size, width = kv.shape[3:]
     rows, group = block_tables.shape[0], heads // kv_heads
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "kv_scales": kv_scales}
     tile = min(QUERY_TILE, tokens)
     counts = query_start[1:] - query_start[:-1]
     decodes = jnp.arange(rows) < num_decode[0]
@@ -49,7 +51,9 @@ def attend(
         row = jnp.sum(query_start[1:] <= number[:, None], axis=1, dtype=jnp.int32)
         seen = jnp.where(row < rows, take(skip, jnp.minimum(row, rows - 1)), 0) - 1
         first = jnp.where(shared.count > 0, ceil_div(query_start[-1], tile), 0)
-    q = pad_axis(pad_axis(q.astype(kv.dtype), 2, width), 0, tokens + tile).reshape(tokens + tile, kv_heads, group, width)
+    q = pad_axis(pad_axis(q.astype(compute_dtype(kv.dtype)), 2, width), 0, tokens + tile).reshape(
+        tokens + tile, kv_heads, group, width
+    )
 
     def one(i, state):
         own = i >= first

@@ -1,19 +1,19 @@
 """paged_decode: one query token a row against the row's context in the pool."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend
+from pallas_kernels.common.dispatch import Backend, Op, run
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
+from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
+from pallas_kernels.common.spec import TYPICAL_DECODE, attention_spec
 from pallas_kernels.paged_decode import xla
 from pallas_kernels.paged_decode.reference import reference
 
-__all__ = ["BACKENDS", "paged_decode", "reference"]
+__all__ = ["OP", "paged_decode", "reference"]
 
-BACKENDS = (Backend("xla", (), "a loop over blocks with an online softmax"),)
+OP = Op("paged_decode", (Backend("xla", (), "a loop over blocks with an online softmax"),), TYPICAL_DECODE)
 
 
 def paged_decode(
@@ -27,37 +27,39 @@ def paged_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
     shared: SharedPrefix | None = None,
     return_lse: bool = False,
-    backend: Literal["xla"] | None = None,
+    backend: str | None = None,
+    platform: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """f32[S, H, D], and with return_lse f32[S, H], the logarithm of the softmax's denominator (sink included).
 
-    q [S, H, D], cast to kv's dtype; kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced; block_tables i32[S, B];
-    context_lens i32[S] counts the query's own token, which is the last. Rows of length 0 give 0 and -inf. scale multiplies the
-    f32 scores; window: how many tokens are seen, the last included; soft_cap: scores become cap * tanh(score / cap); sinks [H]:
-    one more logit a head that has no value. Table entries past a row's length are not read, and slots past it may hold
-    anything, NaN included. shared: `find_shared` of these rows, whose blocks are then read once for all members; without a window.
+    q [S, H, D], cast to kv's dtype (bfloat16 where that has 8 bits); kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced;
+    block_tables i32[S, B]; context_lens i32[S] counts the query's own token, which is the last. Rows of length 0 give 0 and
+    -inf. scale multiplies the f32 scores; window: how many tokens are seen, the last included; soft_cap: scores become
+    cap * tanh(score / cap); sinks [H]: one more logit a head that has no value; kv_scales: of a pool of 8 bits, as in
+    common/quantized.py. Table entries past a row's length are not read, and slots past it may hold anything, NaN included.
+    shared: `find_shared` of these rows, a hint without which the result is the same: xla reads their blocks once for all members;
+    without a window. backend, platform: as in `dispatch.run`.
     """
     q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
+    sinks, kv_scales = (None if x is None else jnp.asarray(x) for x in (sinks, kv_scales))
     pool = check_pool(kv)
+    scales = check_scales(kv_scales, pool, kv.dtype)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
     check_shared(shared, window)
     check(q.shape[0] == block_tables.shape[0], f"q must have one token for each of {block_tables.shape[0]} rows; got {q.shape[0]}")
-    check(backend in (None, "xla"), f"backend of paged_decode must be xla; got {backend}")
     layer = check_layer(layer, pool.layers)
-    long = 4 if q.shape[0] > 8 else 1
-    out, lse = xla.decode(
-        q,
-        kv,
-        layer,
-        block_tables,
-        context_lens,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        shared=shared,
-        long=long,
-    )
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+
+    def in_xla(q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
+        long = 4 if q.shape[0] > 8 else 1
+        return xla.decode(
+            q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, shared=shared, long=long, **options
+        )
+
+    spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
+    args = q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared
+    out, lse = run(OP, {"xla": in_xla}, spec, args, backend=backend, platform=platform)
     return (out, lse) if return_lse else out

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from pallas_kernels.common.spec import Scales
+
 
 class Case(NamedTuple):
     name: str
@@ -15,6 +17,7 @@ class Case(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    scales: Scales = "none"
 
 
 CASES = (
@@ -38,5 +41,12 @@ CASES = (
     Case("window of one", (0, 1, 16, 17), window=1),
     Case("soft cap", (0, 3, 50), soft_cap=2.0),
     Case("sinks", (0, 3, 50), sinks=True, group=3),
+    Case("f16", (0, 3, 50, 33), dtype="float16", group=5),
+    Case("int8 by tensor", (0, 3, 50, 33), dtype="int8", scales="tensor", width=128),
+    Case("int8 by token", (0, 1, 15, 16, 17, 100), dtype="int8", scales="token", group=3, block_size=32),
+    Case("e4m3 by tensor", (0, 3, 50, 33), dtype="float8_e4m3fn", scales="tensor", block_size=32),
+    Case("e4m3 by token", (0, 1, 31, 32, 33, 100), dtype="float8_e4m3fn", scales="token", block_size=32, width=128),
+    Case("e4m3 as it is", (3, 50), dtype="float8_e4m3fn", block_size=32),
+    Case("int8 and everything", (0, 3, 50), dtype="int8", scales="token", sinks=True, soft_cap=3.0, window=20, group=3),
     Case("everything", (0, 3, 50, 33), sinks=True, group=3, soft_cap=3.0, window=20, dtype="bfloat16", width=64, stored_width=128),
 )

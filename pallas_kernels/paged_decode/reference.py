@@ -14,6 +14,7 @@ def attend_one(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
+    kv_scales: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out [H, D], lse [H]) of one query q [H, D] that sees the first `length` tokens of a row, or the last `window` of them."""
     heads, width = q.shape
@@ -25,6 +26,12 @@ def attend_one(
     block, place = blocks[seen // block_size], seen % block_size
     for h in range(heads):
         k, v = (kv[layer, block, which, h // (heads // kv_heads), place, :width].astype(np.float64) for which in (0, 1))
+        if kv_scales is not None:
+            k_scale, v_scale = (
+                kv_scales[which] if kv_scales.ndim == 1 else kv_scales[layer, block, which, h // (heads // kv_heads), place, None]
+                for which in (0, 1)
+            )
+            k, v = k * k_scale, v * v_scale
         s = k @ q[h].astype(np.float64) * scale
         if soft_cap is not None:
             s = soft_cap * np.tanh(s / soft_cap)

@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_kernels.common.layout import MASKED, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
 from pallas_kernels.common.online import State, attend_span, empty_state, finish
+from pallas_kernels.common.quantized import block_scales, compute_dtype
 from pallas_kernels.common.shared import SharedPrefix
 
 STEP_BYTES = 4 << 20  # K and V moved in a short iteration, at most
@@ -34,6 +35,7 @@ def decode(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    kv_scales: jax.Array | None,
     shared: SharedPrefix | None,
     long: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -44,8 +46,9 @@ def decode(
         shared = None
     kv_heads, block_size, width = kv.shape[3:]
     rows, group = q.shape[0], heads // kv_heads
-    q = pad_axis(q.astype(kv.dtype), 2, width).reshape(rows, kv_heads, group, width)
-    state, options = empty_state((rows, kv_heads, group), width), {"scale": scale, "window": window, "soft_cap": soft_cap}
+    q = pad_axis(q.astype(compute_dtype(kv.dtype)), 2, width).reshape(rows, kv_heads, group, width)
+    state = empty_state((rows, kv_heads, group), width)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "kv_scales": kv_scales}
     if shared is not None:
         end = shared.count * block_size
         turned = jax.tree.map(lambda x: x.swapaxes(0, 1), state)
@@ -70,6 +73,7 @@ def attend_pairs(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    kv_scales: jax.Array | None,
     long: int,
 ) -> State:
     """The state [S, K, G] of queries q [S, K, G, D'] after all blocks of each row, without those it shares. Rows of length 0 stay
@@ -95,16 +99,21 @@ def attend_pairs(
         base = jnp.minimum(row[0], rows - near)
         # Kept apart from what follows, or the gathers compute all this again for every element.
         at, seen, row, base = lax.optimization_barrier((2 * (layer * blocks + block), seen, row, base))
-        k, v = take_blocks(flat, at), take_blocks(flat, at + 1)
+        k, v = (take_blocks(flat, x).astype(q.dtype) for x in (at, at + 1))
         v = jnp.where(seen[:, None, :, None], v, 0)  # 0 * NaN is NaN
         s = jnp.einsum("wkgd,wkpd->wkgp", take(q, row), k, preferred_element_type=jnp.float32)
+        v_scale = None
+        if kv_scales is not None:
+            k_scale, v_scale = (x[:, :, None] for x in block_scales(kv_scales, at, kv_heads, block_size))
+            s *= k_scale
         s = jnp.where(seen[:, None, None], scores(s, scale, soft_cap), MASKED)
 
         top, total, acc = (lax.dynamic_slice_in_dim(x, base, near) for x in carry)
         mine = (row - base) == jnp.arange(near)[:, None]
         new_top = jnp.maximum(top, jnp.where(mine[..., None, None], s.max(-1), MASKED).max(1))
         p = jnp.exp(s - take(new_top, row - base)[..., None])
-        part = jnp.einsum("wkgp,wkpd->wkgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        weights = p if v_scale is None else p * jnp.where(seen[:, None, None], v_scale, 0)
+        part = jnp.einsum("wkgp,wkpd->wkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         keep = jnp.exp(top - new_top)
         total = total * keep + fold(mine, p.sum(-1))
         acc = acc * keep[..., None] + fold(mine, part)

@@ -65,9 +65,12 @@ class Inference(inference_pb2_grpc.InferenceServicer):
 
     def _calls(self, request: Any, context: grpc.aio.ServicerContext) -> list[Call]:
         defaults = replace(self._frontend.llm.get_default_sampling_params(), max_tokens=None)
-        calls = self._each(request, messages.sampling_params(request.params, defaults), context)
+        params = replace(
+            messages.sampling_params(request.params, defaults), structured_outputs=messages.structured_outputs(request)
+        )
+        calls = self._each(request, params, context)
         kept = {"pool": messages.pool(request.pool), "retention": request.retention, "cache_salt": request.cache_salt}
-        return [replace(call, constraint=messages.constraint(request), **kept) for call in calls]
+        return [replace(call, **kept) for call in calls]
 
     def _each(self, request: Any, params: SamplingParams, context: grpc.aio.ServicerContext) -> list[Call]:
         """One call for each prompt; all of them have the client's deadline."""

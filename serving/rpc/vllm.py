@@ -45,7 +45,6 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             caller(),
             request_id=request.request_id,
             deadline=deadline(context),
-            constraint=messages.constraint(given),
         )
         async with await self._frontend.submit(call) as reply:
             await context.send_initial_metadata((("x-request-id", reply.request_id),))

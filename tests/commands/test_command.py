@@ -32,11 +32,11 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys: pytest.CaptureFixture[str], compile_cache: str) -> Run:
     """Runs a command on small shapes; (exit code, stdout, stderr)."""
 
     def call(name: str, *args: str, shapes: list[str] = SHAPES) -> tuple[int, str, str]:
-        engine = [*shapes, "--compile-cache", str(jax.config.jax_compilation_cache_dir)] if name not in ("convert",) else []
+        engine = [*shapes, "--compile-cache", compile_cache] if name not in ("convert",) else []
         code = main([name, *engine, *args])
         out, err = capsys.readouterr()
         return code, out, err
@@ -194,8 +194,8 @@ def test_convert(run: Run, tmp_path: Path):
 def test_doctor_says_what_the_ops_do(capsys: pytest.CaptureFixture[str]):
     assert main(["doctor"]) == 0
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for op, backends in OPS.items():
-        assert [op, choose(backends, "cpu").name] in [row[:2] for row in words]
+    for op in OPS:
+        assert [op.name, choose(op, op.typical, "cpu").name] in [row[:2] for row in words]
     assert ["jax", jax.__version__] in words
     assert any(row[:2] == ["cpu", "0"] for row in words)
 
@@ -216,6 +216,7 @@ def test_help_says_what_cannot_be_seen(capsys: pytest.CaptureFixture[str]):
     text = " ".join(re.sub(r"\x1b\[[\d;]*m|[│╭╰─╮╯]", "", capsys.readouterr().out).split())
     assert "without the model's chat template" in text
     assert "a start with the same seed gives the same texts" in text
+    assert "How tokens are chosen. The defaults" in text and "pyright" not in text
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch):

@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import OPS, kv_write
-from pallas_kernels.common.dispatch import Backend, choose, run
+from pallas_kernels.common.dispatch import PLATFORMS, Backend, Op, choose, run
+from pallas_kernels.common.targets import CHIPS, chip, chip_for, chip_of_kind
+from pallas_kernels.kv_write import OP as KV_WRITE
 
 
 @pytest.mark.parametrize(("platform", "name"), [("cpu", "xla_tokens"), ("cuda", "xla_tokens"), ("tpu", "xla_blocks")])
@@ -14,18 +17,70 @@ def test_kv_write_lowers_to_the_backend_that_is_chosen(platform: str, name: str)
     new, slots = jax.ShapeDtypeStruct((4, 1, 8), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
     traced = jax.jit(lambda kv, k, slots: kv_write(kv, k, k, 0, slots, num_rows=2)).trace(pool, new, slots)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert choose(OPS["kv_write"], platform).name == name
+    assert choose(KV_WRITE, KV_WRITE.typical, platform).name == name
     assert ("stablehlo.dynamic_update_slice" in text) == (name == "xla_blocks")
 
 
-def test_every_op_has_one_backend_for_other_platforms():
-    for op, backends in OPS.items():
-        assert sum(not backend.platforms for backend in backends) == 1, op
-        assert len({backend.name for backend in backends}) == len(backends), op
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_every_op_takes_every_call_on_every_platform(op: Op):
+    last = op.backends[-1]
+    assert not last.platforms and last.supports(None, None) is None
+    assert len({backend.name for backend in op.backends}) == len(op.backends)
+    assert {choose(op, op.typical, platform).name for platform in PLATFORMS} <= {backend.name for backend in op.backends}
 
 
-def test_run_takes_the_named_backend_or_the_platforms():
-    backends = (Backend("a", ("tpu",), ""), Backend("b", (), ""))
-    functions = {"a": lambda x: x + 1, "b": lambda x: x + 2}
-    assert run(backends, functions, (jnp.int32(0),), "a") == 1
-    assert run(backends, functions, (jnp.int32(0),), None) == 2
+ADD = Op(
+    "add",
+    (
+        Backend("small", ("tpu",), "", lambda spec, chip: "takes at most 3" if spec > 3 else None),
+        Backend("any", (), ""),
+    ),
+    typical=1,
+)
+FUNCTIONS = {"small": lambda x, chip: x + 1, "any": lambda x, chip: x * 7 + 2}
+
+
+def call(spec: int, backend: str | None = None, platform: str | None = None):
+    return run(ADD, FUNCTIONS, spec, (jnp.int32(0),), backend=backend, platform=platform)
+
+
+def test_the_first_backend_that_takes_the_call_runs():
+    assert call(1) == 2  # on this machine, which is no TPU
+    assert call(1, platform="tpu") == 1
+    assert call(4, platform="tpu") == 2
+    assert call(1, backend="small") == 1
+    texts = [
+        jax.jit(lambda x: run(ADD, FUNCTIONS, 1, (x,), backend=None, platform=None))
+        .trace(jnp.int32(0))
+        .lower(lowering_platforms=(p,))
+        .as_text()
+        for p in ("cpu", "tpu")
+    ]
+    assert ["stablehlo.multiply" in text for text in texts] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        ({"spec": 4, "backend": "small"}, "add cannot run as small: it takes at most 3"),
+        ({"spec": 1, "backend": "small", "platform": "cpu"}, "add cannot run as small: it is for tpu"),
+        ({"spec": 1, "backend": "none"}, "backend of add must be small or any; got none"),
+        ({"spec": 1, "platform": "gpu"}, "platform must be one of cpu, cuda, rocm, tpu; got gpu"),
+    ],
+)
+def test_what_run_refuses(args: dict, match: str):
+    with pytest.raises(ValueError, match=match):
+        call(**args)
+
+
+def test_chips():
+    assert chip_for("cpu") is None and chip_for("rocm") is None
+    assert chip_for("tpu") == chip("v5e") and chip_for("cuda") == chip("sm_90a")
+    device = AbstractDevice(device_kind="TPU v6e", num_cores=1, platform="tpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        assert chip_for("tpu") == chip("v6e")
+    assert all(chip_of_kind(kind) == c for c in CHIPS for kind in c.kinds)
+    assert chip_of_kind("NVIDIA L4", "8.9") == chip("sm_80") and chip_of_kind("NVIDIA T4", "7.5") is None
+    assert chip_of_kind("NVIDIA H800", "9.0") == chip("sm_90a") and chip_of_kind("NVIDIA RTX 6000", "12.0") == chip("sm_80")
+    with pytest.raises(ValueError, match="chip must be one of v5e, .*; got v4"):
+        chip("v4")

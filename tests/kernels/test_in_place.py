@@ -73,7 +73,7 @@ def make_batch(rows: tuple[tuple[int, int], ...], *, dtype: str, tokens: int, bl
 def numpy_step(kv, q, batch):
     for j in range(LAYERS):
         k, v = (q[:, :KV_HEADS] + 1).astype(kv.dtype), (q[:, KV_HEADS:] - 1).astype(kv.dtype)
-        kv = write_reference(kv, k, v, j, batch["slots"])
+        kv, _ = write_reference(kv, k, v, j, batch["slots"])
         out = reference(q.astype(kv.dtype), kv, j, batch["tables"], batch["lens"], batch["query_start"], scale=SCALE)
         q = (q + out).astype(np.float32)
     return q, kv

@@ -34,7 +34,7 @@ def check(whole: np.ndarray, without: np.ndarray, more: np.ndarray) -> None:
     assert not np.isfinite(more).all()
 
 
-@pytest.mark.parametrize("case", [case for case in DECODE if case.window], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in DECODE if case.window and case.scales == "none"], ids=lambda case: case.name)
 def test_decode(case):
     op = jax.jit(lambda q, kv, tables, lens: paged_decode(q, kv, 1, tables, lens, scale=0.1, window=case.window))
     *outputs, left = attended(case, [(n, 1) for n in case.lens], op)
@@ -42,7 +42,7 @@ def test_decode(case):
     assert (left > 0) == (case.name != "window over lengths")
 
 
-@pytest.mark.parametrize("case", [case for case in ATTENTION if case.window], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in ATTENTION if case.window and case.scales == "none"], ids=lambda case: case.name)
 def test_prefill_and_decode(case):
     counts = [count for _, count in case.rows]
     starts, decode = jnp.asarray(np.cumsum([0, *counts]), jnp.int32), jnp.asarray([case.num_decode], jnp.int32)

@@ -15,7 +15,13 @@ NEW = jnp.zeros((3, 2, 8))
     ("change", "match"),
     [
         ({"kv": KV[0]}, r"kv must be \[layers, blocks, 2, kv heads, block size, width\]; got \(5, 2, 2, 4, 8\)"),
-        ({"kv": KV.astype(jnp.int8)}, "kv must hold floats; got int8"),
+        ({"kv": KV.astype(jnp.int16)}, "kv must hold floats or int8; got int16"),
+        ({"kv": KV.astype(jnp.int8)}, "kv_scales must be given for a pool of int8; got none"),
+        ({"kv_scales": jnp.ones(2)}, "kv_scales must come with a pool of int8 or float8_e4m3fn; got one of float32"),
+        (
+            {"kv": KV.astype(jnp.int8), "kv_scales": jnp.ones(3)},
+            r"kv_scales must be f32\[2\] or f32\[2, 5, 2, 2, 4\]; got float32\[3\]",
+        ),
         ({"layer": 2}, "layer must be 0 to 1; got 2"),
         ({"layer": LENS}, r"layer must be an i32 scalar; got int32\[3\]"),
         ({"q": Q[:2]}, "q must have one token for each of 3 rows; got 2"),
@@ -62,7 +68,7 @@ def test_paged_attention(change, match):
         ({"k": NEW[:0], "v": NEW[:0]}, "k must hold at least one token"),
         ({"slots": LENS[:2]}, r"slots must be i32\[3\]; got int32\[2\]"),
         ({"num_rows": 0}, "num_rows must be at least 1; got 0"),
-        ({"backend": "none"}, "backend of kv_write must be xla_tokens or xla_blocks; got none"),
+        ({"backend": "none"}, "backend of kv_write must be xla_blocks or xla_tokens; got none"),
     ],
 )
 def test_kv_write(change, match):

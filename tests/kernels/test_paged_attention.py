@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import find_shared, paged_attention
+from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.testing import make_context, share, tolerance
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.cases import CASES, Case
@@ -21,15 +22,17 @@ def run(case: Case, groups=None):
         width=case.width,
         stored_width=case.stored_width,
         dtype=case.dtype,
+        scales=case.scales,
     )
     share(context, groups or {})
     heads = case.kv_heads * case.group
-    q = rng.standard_normal((case.tokens, heads, case.width)).astype(context.kv.dtype)
+    q = rng.standard_normal((case.tokens, heads, case.width)).astype(compute_dtype(case.dtype))
     query_start = np.cumsum([0, *(n for _, n in case.rows)]).astype(np.int32)
     options = {
         "scale": case.width**-0.5,
         "window": case.window,
         "soft_cap": case.soft_cap,
+        "kv_scales": context.kv_scales,
         "sinks": rng.standard_normal(heads).astype(np.float32) if case.sinks else None,
     }
 
@@ -47,7 +50,7 @@ def run(case: Case, groups=None):
 def test_agrees_with_float64(case):
     out, want, context = run(case)
     assert out.dtype == jnp.float32 and out.shape == want.shape
-    np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(case.dtype, context.kv))
+    np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(context))
     owned = sum(n for _, n in case.rows)
     assert not np.asarray(out)[owned:].any()
 
@@ -69,4 +72,4 @@ SHARED = {
 def test_shared_blocks_are_read_once_and_rows_go_on_from_there(name, options):
     case = Case(name, ROWS, 400, num_decode=3, width=16, **options)
     out, want, context = run(case, SHARED[name])
-    np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(case.dtype, context.kv))
+    np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(context))

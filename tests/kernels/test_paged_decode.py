@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import find_shared, paged_decode
+from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.testing import make_context, share, tolerance
 from pallas_kernels.paged_decode import reference
 from pallas_kernels.paged_decode.cases import CASES, Case
@@ -22,14 +23,16 @@ def run(case: Case, groups=None):
         width=case.width,
         stored_width=case.stored_width,
         dtype=case.dtype,
+        scales=case.scales,
     )
     share(context, groups or {})
     heads = case.kv_heads * case.group
-    q = rng.standard_normal((len(case.lens), heads, case.width)).astype(context.kv.dtype)
+    q = rng.standard_normal((len(case.lens), heads, case.width)).astype(compute_dtype(case.dtype))
     options = {
         "scale": case.width**-0.5,
         "window": case.window,
         "soft_cap": case.soft_cap,
+        "kv_scales": context.kv_scales,
         "sinks": rng.standard_normal(heads).astype(np.float32) if case.sinks else None,
     }
 
@@ -46,7 +49,7 @@ def run(case: Case, groups=None):
 def test_agrees_with_float64(case):
     (out, lse), (want, want_lse), context = run(case)
     assert out.dtype == jnp.float32 and lse.dtype == jnp.float32
-    near = tolerance(case.dtype, context.kv)
+    near = tolerance(context)
     np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=near)
     np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=1e-5, atol=1e-4)
     empty = context.context_lens == 0
@@ -69,7 +72,7 @@ SHARED = {  # lengths of rows, and which of them begin with the same how many bl
 def test_shared_blocks_are_read_once_and_rows_go_on_from_there(name, options):
     lens, groups = SHARED[name]
     (out, lse), (want, want_lse), context = run(Case(name, lens, **options), groups)
-    near = tolerance(options.get("dtype", "float32"), context.kv)
+    near = tolerance(context)
     np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=near)
     np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=1e-5, atol=1e-4)
 

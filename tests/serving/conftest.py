@@ -9,8 +9,8 @@ from pagedjax import LLM
 
 
 @pytest.fixture(scope="session")
-def llm(compile_cache: None) -> Iterator[LLM]:
-    with LLM(STORIES, **SMALL) as made:
+def llm(compile_cache: str) -> Iterator[LLM]:
+    with LLM(STORIES, **SMALL, compile_cache=compile_cache) as made:
         yield made
 
 

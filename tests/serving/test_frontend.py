@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from loopback import SMALL, STORIES
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.errors import EngineStopped
+from pagedjax.host.constraint import StructuredOutputsParams
 from pagedjax.host.request import Logprobs
 from pagedjax.stream import Delta
 from serving.auth import Caller
@@ -45,6 +47,15 @@ async def frontend_of(llm: LLM, **options) -> AsyncIterator[Frontend]:
         frontend.close()
     pool = llm.engine.scheduler.pool
     assert pool.num_free == pool.capacity
+
+
+def form(**kind: Any) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**kind))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A JSON schema of so many levels."""
+    return {} if depth == 1 else {"items": nested(depth - 1)}
 
 
 async def text_of(reply: Reply) -> str:
@@ -184,7 +195,10 @@ def test_deadlines(llm: LLM) -> None:
         (Call("Once", SamplingParams(logprobs=3)), Limits(max_logprobs=2), "too_many_logprobs", "logprobs may be 2; got 3"),
         (Call("Once", SamplingParams(stop=("a", "b"))), Limits(max_stops=1), "too_many_stops", "stop may hold 1 strings; got 2"),
         (Call("Once", GREEDY, model="gpt"), Limits(), "model_not_found", "the model served here is 'stories'; got 'gpt'"),
-        (Call("Once", GREEDY, constraint="x"), Limits(), "unsupported", "constraint is not supported yet"),
+        (Call("Once", form(json="x" * 99)), Limits(max_form_bytes=98), "form_too_large", "a form may have 98 bytes; got 99"),
+        (Call("Once", form(json=nested(9))), Limits(max_form_depth=8), "form_too_deep", "a form may be nested 8 levels; got 9"),
+        (Call("Once", form(regex="(" * 9)), Limits(max_form_depth=8), "form_too_deep", "a form may be nested 8 levels; got 9"),
+        (Call("Once", form(regex="(a")), Limits(), "invalid_argument", "structured_outputs.regex must be one that compiles"),
         (Call("Once", GREEDY, request_id="a\n"), Limits(), "invalid_argument", "a request id must be at most 256 printable"),
         (Call([1, 9999], GREEDY), Limits(), "invalid_argument", "must be token ids below 512; got 9999"),
     ],
@@ -286,9 +300,9 @@ def test_loads_and_liveness_while_a_step_hangs(llm: LLM, monkeypatch: pytest.Mon
     asyncio.run(main())
 
 
-def test_a_failing_step_ends_its_requests_and_says_so() -> None:
+def test_a_failing_step_ends_its_requests_and_says_so(compile_cache: str) -> None:
     async def main() -> None:
-        with LLM(STORIES, **SMALL) as llm:
+        with LLM(STORIES, **SMALL, compile_cache=compile_cache) as llm:
             frontend = Frontend(ServeConfig(), "stories")
             await frontend.start(llm)
             states: list[str] = []

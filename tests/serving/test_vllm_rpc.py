@@ -101,6 +101,23 @@ def test_what_matched(server: Server, stub: Any) -> None:
     assert ended.complete.finish_reason == "stop" and ended.complete.WhichOneof("matched_stop") is None
 
 
+def test_output_of_a_form(stub: Any, server: Server) -> None:
+    """Each kind of it; without one the model says something else."""
+    decode = server.llm.tokenizer.decode
+
+    def answer(**form: Any) -> tuple[str, str]:
+        (made,) = stub.Generate(request([1, 403], **form))
+        return decode([403, *made.complete.output_ids])[len(decode([403])) :], made.complete.finish_reason
+
+    assert answer(regex="(ab|ba){3}")[0] in {a + b + c for a in ("ab", "ba") for b in ("ab", "ba") for c in ("ab", "ba")}
+    assert answer(choice=pb.ChoiceConstraint(choices=["yes", "no"]))[0] in ("yes", "no")
+    assert answer(grammar='start: "x" "y"+ "z"', max_tokens=9)[0].startswith("xy")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    assert json.loads(answer(json_schema=json.dumps(schema))[0])["a"] in (1, 2)
+    assert answer(json_object=True)[0].lstrip().startswith("{")
+    assert answer(json_object=False) == answer() and not answer()[0].lstrip().startswith("{")
+
+
 def test_text_and_truncated_prompts(server: Server, stub: Any) -> None:
     ids = server.llm.tokenizer.encode(ONCE)
     params = pb.SamplingParams(**GREEDY)
@@ -195,7 +212,8 @@ def test_the_tokenizer_of_a_gguf_file_is_made(server: Server, stub: Any, monkeyp
     [
         (request([1], temperature=-1), "INVALID_ARGUMENT", "temperature must be 0 or more"),
         (request([1], logprobs=-1), "INVALID_ARGUMENT", "logprobs must be between 0 and"),
-        (request([1], json_object=True), "INVALID_ARGUMENT", "constraint is not supported yet"),
+        (request([1], structural_tag="{}"), "INVALID_ARGUMENT", "structural_tag is not supported; json_schema, regex, grammar and"),
+        (request([1], json_schema="{"), "INVALID_ARGUMENT", "structured_outputs.json must be"),
         (request([1], n=17), "INVALID_ARGUMENT", "n, best_of and beams may be 16; got 17"),
         (request([]), "INVALID_ARGUMENT", "the prompt must hold at least one token; got 0"),
         (request([600]), "INVALID_ARGUMENT", "must be token ids below 512; got 600"),

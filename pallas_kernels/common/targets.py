@@ -1,0 +1,75 @@
+"""The chips that kernels are written for: what their memories hold, and what their makers say of their speed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import get_abstract_mesh
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One core, as a kernel sees it. Speeds are the data sheet's, for the device that JAX shows."""
+
+    name: str
+    platform: str  # as JAX's lowering names it: "tpu", "cuda"
+    kinds: tuple[str, ...]  # Device.device_kind; the first is the one that stands for all
+    cores: int  # streaming multiprocessors of a GPU, tensor cores of a TPU device
+    fast_memory: int  # bytes: VMEM of a TPU core, shared memory that one block of a GPU may have
+    scalar_memory: int  # bytes of SMEM of a TPU core; 0 elsewhere
+    read_gb_s: float
+    bf16_tflop_s: float
+
+
+CHIPS = (
+    Chip("v5e", "tpu", ("TPU v5 lite", "TPU v5e"), 1, 128 * MIB, MIB, 819, 197),
+    Chip("v5p", "tpu", ("TPU v5", "TPU v5p"), 2, 64 * MIB, MIB, 2765, 459),
+    Chip("v6e", "tpu", ("TPU v6 lite", "TPU v6e"), 1, 128 * MIB, MIB, 1640, 918),
+    # Two devices a chip; 64 KiB less than 64 MiB of VMEM can be used.
+    Chip("tpu7x", "tpu", ("TPU7x", "TPU v7x"), 1, 64 * MIB - 64 * KIB, MIB, 3690, 1155),
+    Chip("sm_80", "cuda", ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB"), 108, 163 * KIB, 0, 2039, 312),
+    Chip("sm_90a", "cuda", ("NVIDIA H200", "NVIDIA H100 80GB HBM3"), 132, 227 * KIB, 0, 4800, 989),
+    Chip("sm_100", "cuda", ("NVIDIA B200",), 148, 227 * KIB, 0, 8000, 2250),
+)
+DEFAULT = {"tpu": "v5e", "cuda": "sm_90a"}  # where a program is lowered for a platform and nobody says for which chip
+
+
+def chip(name: str) -> Chip:
+    """By name; ValueError for one that is not in the table."""
+    found = next((c for c in CHIPS if c.name == name), None)
+    if found is None:
+        raise ValueError(f"chip must be one of {', '.join(c.name for c in CHIPS)}; got {name}")
+    return found
+
+
+def chip_of_kind(kind: str, compute_capability: str | None = None) -> Chip | None:
+    """The chip that JAX calls `kind`. A GPU that is not in the table is taken for the newest one that its compute capability
+    ("8.9") includes, whose kernels then run on it; None where there is none."""
+    named = next((c for c in CHIPS if kind in c.kinds), None)
+    if named is not None or compute_capability is None:
+        return named
+    major = int(compute_capability.split(".")[0])
+    return {9: chip("sm_90a"), 10: chip("sm_100")}.get(major, chip("sm_80") if major >= 8 else None)
+
+
+def chip_for(platform: str) -> Chip | None:
+    """The chip that a trace for this platform is for: that of the abstract mesh in use, of this process's devices, or DEFAULT.
+    None: a platform without kernels of its own."""
+    if platform not in DEFAULT:
+        return None
+    device = get_abstract_mesh().abstract_device
+    if device is not None and device.platform in (platform, "gpu" if platform == "cuda" else platform):
+        return chip_of_kind(device.device_kind) or chip(DEFAULT[platform])
+    if jax.default_backend() == ("gpu" if platform == "cuda" else platform):
+        first = jax.devices()[0]
+        return chip_of_kind(first.device_kind, getattr(first, "compute_capability", None))
+    return chip(DEFAULT[platform])
+
+
+def platform_of(device: Any) -> str:
+    """A device's platform as the lowering of JAX names it: a GPU is "cuda" or "rocm"."""
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in getattr(device.client, "platform_version", "") else "cuda"
