@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pagedjax.errors import check
 from pagedjax.host.constraint import StructuredOutputsParams
 from pagedjax.host.request import SamplingParams
-from serving.errors import check_limit
+from serving.errors import Refusal, check_limit
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ def check_params(limits: Limits, params: SamplingParams) -> None:
 def check_form(limits: Limits, form: StructuredOutputsParams) -> None:
     """What the output must look like is compiled on the host, whose time and stack it must not use up."""
     _, said = form.form
-    text = said if isinstance(said, str) else json.dumps(said) if isinstance(said, Mapping) else "\n".join(said)
+    try:
+        text = said if isinstance(said, str) else json.dumps(said) if isinstance(said, Mapping) else "\n".join(said)
+    except RecursionError:
+        raise Refusal("form_too_deep", "a form is nested deeper than Python can go", param="structured_outputs") from None
     most, size = limits.max_form_bytes, len(text.encode())
     check_limit(not most or size <= most, "form_too_large", f"a form may have {most} bytes; got {size}", "structured_outputs")
     most, levels = limits.max_form_depth, depth(text)

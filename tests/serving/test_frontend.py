@@ -58,6 +58,13 @@ def nested(depth: int) -> dict[str, Any]:
     return {} if depth == 1 else {"items": nested(depth - 1)}
 
 
+def abyss() -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(200_000):
+        schema = {"items": schema}
+    return schema
+
+
 async def text_of(reply: Reply) -> str:
     return "".join([delta.text async for update in reply for delta in update])
 
@@ -197,6 +204,13 @@ def test_deadlines(llm: LLM) -> None:
         (Call("Once", GREEDY, model="gpt"), Limits(), "model_not_found", "the model served here is 'stories'; got 'gpt'"),
         (Call("Once", form(json="x" * 99)), Limits(max_form_bytes=98), "form_too_large", "a form may have 98 bytes; got 99"),
         (Call("Once", form(json=nested(9))), Limits(max_form_depth=8), "form_too_deep", "a form may be nested 8 levels; got 9"),
+        (
+            Call("Once", form(json=nested(900))),
+            Limits(max_form_bytes=0),
+            "form_too_deep",
+            "a form may be nested 64 levels; got 900",
+        ),
+        (Call("Once", form(json=abyss())), Limits(), "form_too_deep", "a form is nested deeper than Python can go"),
         (Call("Once", form(regex="(" * 9)), Limits(max_form_depth=8), "form_too_deep", "a form may be nested 8 levels; got 9"),
         (Call("Once", form(regex="(a")), Limits(), "invalid_argument", "structured_outputs.regex must be one that compiles"),
         (Call("Once", GREEDY, request_id="a\n"), Limits(), "invalid_argument", "a request id must be at most 256 printable"),
@@ -362,4 +376,4 @@ def test_pieces_join_as_one_step() -> None:
     pieces = Pieces(Delta(0, "a", (1,), (entry,), prompt_logprobs=(entry,)))
     pieces.add(Delta(0, "b", (2, 3), (entry, entry), finish="stop", stop=3))
     assert pieces.joined() == Delta(0, "ab", (1, 2, 3), (entry,) * 3, (entry,), "stop", 3)
-    assert weight(pieces.joined()) == 3 + 3 * 2 + 2
+    assert weight(pieces.joined()) == 3 + 3 * 2

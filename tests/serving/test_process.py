@@ -79,7 +79,8 @@ def ask(max_tokens: int) -> Any:
 def test_sigterm_drains(compile_cache: str) -> None:
     """The answer under way comes to its end, nothing new is taken, and the process ends with 0."""
     with process(compile_cache) as (server, stub):
-        answers = stub.GenerateStream(ask(100))
+        trace = "0af7651916cd43dd8448eb211c80319c"
+        answers = stub.GenerateStream(ask(100), metadata=(("traceparent", f"00-{trace}-b7ad6b7169203331-01"),))
         next(answers)
         server.send_signal(signal.SIGTERM)
         assert 1 + sum(len(s.token_ids) for m in answers for s in m.samples) >= 100
@@ -88,6 +89,7 @@ def test_sigterm_drains(compile_cache: str) -> None:
     assert [line["message"] for line in lines if line["message"] != "request"][-1] == "drained, the server ends"
     (about,) = [line for line in lines if line["message"] == "request"]
     assert (about["finish"], about["generated_tokens"]) == ("length", 100) and about["request_id"] and "prompt" not in about
+    assert about["trace_id"] == trace
 
 
 def test_a_second_sigterm_stops_at_once(compile_cache: str) -> None:

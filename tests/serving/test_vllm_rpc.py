@@ -6,17 +6,18 @@ import json
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loopback import Server, until
+from loopback import Server, serving, until
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from pagedjax import SamplingParams
+from pagedjax import LLM, SamplingParams
 from serving import tokenizer_files
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
@@ -262,6 +263,24 @@ def test_events_of_the_cache(server: Server, stub: Any) -> None:
     assert (snapshot.snapshot.count, snapshot.snapshot.blocks) == (1, 0) and snapshot.events[0].HasField("cleared")
     for stream in (early, again, late):
         stream.cancel()
+
+
+def test_a_profile_has_our_steps(llm: LLM, tmp_path: Path) -> None:
+    with serving(llm, profile_folder=str(tmp_path)) as server, grpc.insecure_channel(server.address) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        for asked, message in (
+            ({"output_dir": "../elsewhere"}, "a trace must be written below"),
+            ({"num_steps": 3}, "num_steps is not supported"),
+        ):
+            with pytest.raises(grpc.RpcError, match=message):
+                stub.StartProfile(common.StartProfileRequest(**asked))
+        assert stub.StartProfile(common.StartProfileRequest(output_dir="one")).success
+        with pytest.raises(grpc.RpcError, match="a trace is running already"):
+            stub.StartProfile(common.StartProfileRequest())
+        list(stub.Generate(request([1, 403], max_tokens=4)))
+        assert stub.StopProfile(common.StopProfileRequest()).success
+    (trace,) = (tmp_path / "one").rglob("*.xplane.pb")
+    assert b"step 32x4" in trace.read_bytes() and b"step 4x4" in trace.read_bytes()
 
 
 def test_profiles_need_a_folder(stub: Any) -> None:
