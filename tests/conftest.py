@@ -21,8 +21,12 @@ STORIES = Path(__file__).parent / "golden" / "stories260K"
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One folder of compiled programs for the whole run: an engine of a shape that was built before starts at once."""
-    return str(tmp_path_factory.mktemp("compile-cache"))
+    """One folder of compiled programs for the whole run, all its processes: an engine of a shape that was built before starts at
+    once."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compile-cache"
+    folder.mkdir(exist_ok=True)
+    return str(folder)
 
 
 @functools.cache

@@ -1,8 +1,6 @@
 """The whole step of a Llama 3 8B and of a model of full and window layers, compiled to machine code for TPU v5e without a TPU: the
 pool is written in place."""
 
-import importlib.util
-import os
 from typing import Any, cast
 
 import jax
@@ -20,10 +18,11 @@ from pagedjax.device.step import StepSpec
 from pagedjax.memory import kv_dtype, pool_shape
 from pagedjax.models import model_for
 from pagedjax.state import DeviceState
+from pallas_kernels.aot.targets import devices_for, missing
 
 pytestmark = [
     pytest.mark.aot_tpu,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="compiles for TPU: needs libtpu (make aot)"),
+    pytest.mark.skipif(missing("v5e") is not None, reason=str(missing("v5e"))),
 ]
 
 LLAMA_3_8B = ModelConfig(
@@ -59,14 +58,7 @@ WINDOWED = ModelConfig(
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
     """The four chips of a v5e host, as libtpu describes them to the compiler."""
-    os.environ |= {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    topologies = importlib.import_module("jax.experimental.topologies")
-    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+    devices = devices_for("v5e")
     return Mesh(np.asarray(devices[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 

@@ -45,13 +45,13 @@ def chip(name: str) -> Chip:
 
 
 def chip_of_kind(kind: str, compute_capability: str | None = None) -> Chip | None:
-    """The chip that JAX calls `kind`. A GPU that is not in the table is taken for the newest one that its compute capability
-    ("8.9") includes, whose kernels then run on it; None where there is none."""
+    """The chip that JAX calls `kind`. A GPU that is not in the table is taken for the one of its generation, by its compute
+    capability ("8.9"); None for other generations, whose copies and products are not written as those of the table are."""
     named = next((c for c in CHIPS if kind in c.kinds), None)
     if named is not None or compute_capability is None:
         return named
     major = int(compute_capability.split(".")[0])
-    return {9: chip("sm_90a"), 10: chip("sm_100")}.get(major, chip("sm_80") if major >= 8 else None)
+    return {8: chip("sm_80"), 9: chip("sm_90a"), 10: chip("sm_100")}.get(major)
 
 
 def chip_for(platform: str) -> Chip | None:

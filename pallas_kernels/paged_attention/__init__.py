@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, run
+from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
@@ -13,7 +13,17 @@ from pallas_kernels.paged_attention.reference import reference
 
 __all__ = ["OP", "paged_attention", "reference"]
 
-OP = Op("paged_attention", (Backend("xla", (), "a loop over blocks with an online softmax"),), TYPICAL_ATTENTION)
+OP = Op(
+    "paged_attention",
+    (
+        kernel(__name__, "mosaic_tpu", ("tpu",), "tiles of queries over blocks that are read ahead"),
+        kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
+        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
+        Backend("xla", (), "a loop over blocks with an online softmax"),
+    ),
+    TYPICAL_ATTENTION,
+)
 
 
 def paged_attention(
@@ -58,6 +68,11 @@ def paged_attention(
         rows = block_tables, context_lens, query_start, num_decode
         return xla.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, shared=shared, **options)
 
+    def in_kernel(entry, q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
+        rows = block_tables, context_lens, query_start, num_decode
+        return entry(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
+
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
     args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared
-    return run(OP, {"xla": in_xla}, spec, args, backend=backend, platform=platform)
+    functions = OP.entries("attend", in_kernel) | {"xla": in_xla}
+    return run(OP, functions, spec, args, backend=backend, platform=platform)

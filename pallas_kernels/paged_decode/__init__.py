@@ -3,17 +3,28 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, run
+from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_DECODE, attention_spec
+from pallas_kernels.common.tuning import attention_key, tuned
 from pallas_kernels.paged_decode import xla
 from pallas_kernels.paged_decode.reference import reference
 
 __all__ = ["OP", "paged_decode", "reference"]
 
-OP = Op("paged_decode", (Backend("xla", (), "a loop over blocks with an online softmax"),), TYPICAL_DECODE)
+OP = Op(
+    "paged_decode",
+    (
+        kernel(__name__, "mosaic_tpu", ("tpu",), "reads each block once, ahead of the arithmetic"),
+        kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
+        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
+        Backend("xla", (), "a loop over blocks with an online softmax", candidates=xla.candidates),
+    ),
+    TYPICAL_DECODE,
+)
 
 
 def paged_decode(
@@ -54,12 +65,16 @@ def paged_decode(
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
 
     def in_xla(q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
-        long = 4 if q.shape[0] > 8 else 1
+        config = tuned(OP.name, "xla", chip, attention_key(spec), xla.default_config(spec))
         return xla.decode(
-            q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, shared=shared, long=long, **options
+            q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, shared=shared, config=config, **options
         )
+
+    def in_kernel(entry, q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
+        return entry(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
 
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
     args = q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared
-    out, lse = run(OP, {"xla": in_xla}, spec, args, backend=backend, platform=platform)
+    functions = OP.entries("decode", in_kernel) | {"xla": in_xla}
+    out, lse = run(OP, functions, spec, args, backend=backend, platform=platform)
     return (out, lse) if return_lse else out

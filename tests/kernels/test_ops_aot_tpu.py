@@ -1,31 +1,24 @@
 """The ops compiled ahead of time for TPU v5e on this machine: no temporary the size of one layer's KV."""
 
-import importlib.util
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import topologies
 
 from pallas_kernels import kv_write, paged_attention, paged_decode
+from pallas_kernels.aot.compile import compile_for
+from pallas_kernels.aot.targets import missing
+from pallas_kernels.aot.worker import Report
 
 pytestmark = [
     pytest.mark.aot_tpu,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: install the extra aot-tpu"),
+    pytest.mark.skipif(missing("v5e") is not None, reason=str(missing("v5e"))),
 ]
 
 LAYERS, BLOCKS, KV_HEADS, GROUP, BLOCK, WIDTH = 8, 512, 8, 4, 128, 128
 POOL = (LAYERS, BLOCKS, 2, KV_HEADS, BLOCK, WIDTH)
 POOL_BYTES = 2 * int(np.prod(POOL))
-SETTINGS = {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-}
 
 
 def steps(decode: bool, backend: str | None):
@@ -44,31 +37,22 @@ def steps(decode: bool, backend: str | None):
     return step
 
 
-@pytest.fixture
-def device(monkeypatch):
-    for name, value in SETTINGS.items():
-        monkeypatch.setenv(name, os.environ.get(name, value))
-    return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
-
-
-def compiled_memory(device, tokens: int, rows: int, backend: str | None = None):
-    place = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array([device]), ("x",)), jax.P())
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+def compiled(tokens: int, rows: int, backend: str | None = None) -> Report:
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     bf16, i32 = jnp.bfloat16, jnp.int32
     new = array(bf16, tokens, KV_HEADS, WIDTH)
     heads = array(bf16, tokens, KV_HEADS * GROUP, WIDTH)
     table = array(i32, tokens), array(i32, rows, 32), array(i32, rows), array(i32, rows + 1), array(i32, 1)
-    step = jax.jit(steps(tokens == rows, backend), donate_argnums=0)
-    return step.trace(array(bf16, *POOL), heads, new, new, *table).lower(lowering_platforms=("tpu",)).compile().memory_analysis()
+    return compile_for("v5e", steps(tokens == rows, backend), array(bf16, *POOL), heads, new, new, *table, donate=0)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(32, 32), (1, 1), (256, 16)])
-def test_the_pool_is_not_copied(device, tokens, rows):
-    memory = compiled_memory(device, tokens, rows)
-    assert memory.alias_size_in_bytes >= POOL_BYTES
-    assert memory.temp_size_in_bytes < POOL_BYTES / LAYERS
+def test_the_pool_is_not_copied(tokens, rows):
+    report = compiled(tokens, rows)
+    assert report.alias_bytes >= POOL_BYTES
+    assert report.temp_bytes < POOL_BYTES / LAYERS
 
 
-def test_a_copy_would_be_seen(device):
+def test_a_copy_would_be_seen():
     """The control: the same step with a scatter of tokens does copy the pool on TPU."""
-    assert compiled_memory(device, 32, 32, "xla_tokens").temp_size_in_bytes >= POOL_BYTES
+    assert compiled(32, 32, "xla_tokens").temp_bytes >= POOL_BYTES
