@@ -3,6 +3,7 @@
 # make lint    ruff and pyright, as CI does
 # make models  fetch the model that the demo and some tests use
 # make vocabs  fetch vocabularies of other models, for more tests of tokenizers (77 MB)
+# make protos  make the code in serving/proto anew, after its .proto files changed
 # make aot     compile kernels and whole steps for TPU and GPU, without one (0.8 GB of compilers; make aot-short is what CI runs)
 # make kernels all cases of the kernels in their interpreters
 # make bench   bench/offline.py on the demo's model
@@ -19,7 +20,7 @@ GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 # Trust what the system trusts: some networks have a certificate of their own.
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: demo test lint models vocabs install aot aot-short kernels bench experiments clean
+.PHONY: demo test lint models vocabs install protos aot aot-short kernels bench experiments clean
 
 # --- environment ---------------------------------------------------------------------------------------------------------
 
@@ -58,7 +59,7 @@ demo: .venv/ready $(GGUF)
 	@$(PY) -m examples.demo $(GGUF)
 
 test: .venv/ready
-	$(PY) -m pytest --cov --cov-report=term:skip-covered
+	$(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --cov --cov-report=term:skip-covered
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .
@@ -82,6 +83,9 @@ experiments: .venv/ready
 	  > $(RESULTS)/cache.jsonl
 	$(PY) -m bench.plots $(RESULTS) docs/img
 
+protos: .venv/ready
+	$(PY) -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. $(wildcard serving/proto/pagedjax/v1/*.proto)
+
 kernels: .venv/ready
 	$(PY) -m pytest tests/kernels -m kernels_full
 
@@ -92,9 +96,11 @@ kernels: .venv/ready
 
 aot-short: .venv/ready-aot
 	$(PY) -m pytest -m '(aot_tpu or aot_gpu) and not kernels_full'
+	$(PY) -m pallas_kernels.aot --short
 
 aot: .venv/ready-aot
 	$(PY) -m pytest -m 'aot_tpu or aot_gpu'
+	$(PY) -m pallas_kernels.aot --json aot.json
 
 clean:
 	rm -rf .venv .tools .models

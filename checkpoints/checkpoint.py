@@ -10,6 +10,8 @@ import numpy as np
 
 from pagedjax.config import Dtype, ModelConfig
 
+CARD = "pagedjax.json"  # the file by which a folder that `convert` wrote is known
+
 
 @dataclass(frozen=True)
 class GenerationDefaults:

@@ -17,13 +17,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from checkpoints.bind import file_specs
-from checkpoints.checkpoint import Checkpoint, GenerationDefaults
+from checkpoints.checkpoint import CARD, Checkpoint, GenerationDefaults
 from checkpoints.hf import read_json
 from pagedjax.config import ModelConfig, RopeConfig
 from pagedjax.errors import UserError, check
 
 FORMAT = 1
-CARD = "pagedjax.json"
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer.json",

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pagedjax import LLM, SamplingParams, UserError, terminal
 from pagedjax.host.request import Usage
-from pagedjax.loop import Stream
+from pagedjax.stream import Stream
 
 QUESTIONS = (
     "What is the capital of France? Answer in one sentence.",

@@ -9,14 +9,15 @@ from typing import Any
 
 HOME = {
     "LLM": "pagedjax.llm",
-    "Delta": "pagedjax.loop",
+    "Delta": "pagedjax.stream",
     "EngineConfig": "pagedjax.config",
     "EngineLoop": "pagedjax.loop",
     "RequestOutput": "pagedjax.llm",
     "SamplingParams": "pagedjax.host.request",
     "Score": "pagedjax.llm",
     "Service": "pagedjax.host.request",
-    "Stream": "pagedjax.loop",
+    "Stream": "pagedjax.stream",
+    "StructuredOutputsParams": "pagedjax.host.constraint",
     "UserError": "pagedjax.errors",
 }
 

@@ -1,10 +1,11 @@
 from pagedjax.config import EngineConfig as EngineConfig
 from pagedjax.errors import UserError as UserError
+from pagedjax.host.constraint import StructuredOutputsParams as StructuredOutputsParams
 from pagedjax.host.request import SamplingParams as SamplingParams
 from pagedjax.host.request import Service as Service
 from pagedjax.llm import LLM as LLM
 from pagedjax.llm import RequestOutput as RequestOutput
 from pagedjax.llm import Score as Score
-from pagedjax.loop import Delta as Delta
 from pagedjax.loop import EngineLoop as EngineLoop
-from pagedjax.loop import Stream as Stream
+from pagedjax.stream import Delta as Delta
+from pagedjax.stream import Stream as Stream

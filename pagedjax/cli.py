@@ -17,12 +17,14 @@ import tyro
 from pagedjax.config import BucketConfig, QueueConfig, Reserve, ScheduleConfig
 from pagedjax.errors import UserError
 from pagedjax.flags import engine_flags, sampling_flags
+from serving.config import ServeConfig
 
 EngineFlags: Any = engine_flags()
 GenerateFlags: Any = sampling_flags(max_tokens=256)
 ScheduleFlags: Any = engine_flags(ScheduleConfig, "schedule.")
 QueueFlags: Any = engine_flags(QueueConfig, "queue.")
 BucketFlags: Any = engine_flags(BucketConfig, "buckets.")
+ServeFlags: Any = engine_flags(ServeConfig, "serve.")
 ChatFlags: Any = sampling_flags(max_tokens=None, without=("n", "logprobs", "prompt_logprobs"))
 
 Model = Annotated[
@@ -64,6 +66,15 @@ class Chat:
     model: Model
     system: Annotated[str, tyro.conf.arg(help="What the model is told first.", metavar="TEXT", help_behavior_hint="")] = ""
     sampling: Annotated[Any, tyro.conf.arg(constructor=ChatFlags)] = field(default_factory=ChatFlags)
+    engine: Annotated[Any, tyro.conf.arg(constructor=EngineFlags)] = field(default_factory=EngineFlags)
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve a model by gRPC and HTTP until SIGTERM (docs/serving.md)."""
+
+    model: Model
+    serve: Annotated[Any, tyro.conf.arg(constructor=ServeFlags)] = field(default_factory=ServeFlags)
     engine: Annotated[Any, tyro.conf.arg(constructor=EngineFlags)] = field(default_factory=EngineFlags)
 
 
@@ -131,6 +142,7 @@ class Simulate:
 COMMANDS: dict[str, Any] = {
     "generate": Generate,
     "chat": Chat,
+    "serve": Serve,
     "compile": Compile,
     "convert": Convert,
     "doctor": Doctor,
@@ -150,10 +162,11 @@ def parse(args: Sequence[str]) -> Any:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command; its exit code. 2: the user can mend it; 130: Ctrl-C; 141: nobody reads stdout any more."""
+    """Runs the command; its exit code. 2: the user can mend it; 70: a server's engine failed; 130: Ctrl-C; 141: nobody reads stdout
+    any more."""
     command = parse(sys.argv[1:] if args is None else args)
     try:
-        importlib.import_module(f"pagedjax.commands.{type(command).__name__.lower()}").run(command)
+        code = importlib.import_module(f"pagedjax.commands.{type(command).__name__.lower()}").run(command)
         sys.stdout.flush()
     except UserError as error:
         print(f"pagedjax: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -165,4 +178,4 @@ def main(args: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):  # or Python complains when it flushes stdout at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    return 0
+    return code or 0

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,13 +18,15 @@ from pagedjax.config import EngineConfig, ModelConfig
 from pagedjax.debug import PoolWatch
 from pagedjax.device.compile import (
     Compiled,
+    Lower,
     compilations_of_this_thread,
     compile_all,
-    compiler_options,
     lower_read_block,
     lower_set_lane,
+    lower_set_mask,
     lower_step,
     lower_write_block,
+    lower_zero_state,
 )
 from pagedjax.device.lanes import abstract_lanes
 from pagedjax.device.params import ShardLayout
@@ -38,7 +39,7 @@ from pagedjax.host_tier import HostTier
 from pagedjax.limits import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_STOP_IDS
 from pagedjax.memory import kv_dtype, pool_blocks, pool_shape, release_freed, swap_places
 from pagedjax.models import model_for
-from pagedjax.pack import pack, pack_lane
+from pagedjax.pack import pack, pack_lane, pack_mask
 from pagedjax.service import make_scheduler
 from pagedjax.state import DeviceState, StepOutput
 from pagedjax.wire import lane_fields, step_fields
@@ -80,7 +81,7 @@ class Engine:
         """`config` is resolved (config.resolve) and names the dtype; `params` are placed on `mesh` in `layout`."""
         self.model, self.config, self.mesh = model, config, mesh
         schedule, size = config.schedule, config.cache.block_size
-        self._params, self._vocab = params, layout.vocab
+        self.params, self._vocab = params, layout.vocab
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         one_row = on_cpu and config.dtype == "float32" and mesh.size == 1
         self.buckets = make_buckets(config, on_cpu=on_cpu, one_row=one_row)
@@ -93,13 +94,12 @@ class Engine:
         state = self._abstract_state(spec, num_blocks)
         start = time.perf_counter()
         self.executables, others = self._compile(spec, state, places > 0 or config.debug, progress)
-        self._write_lane = others["set_lane"]
+        self._write_lane, self._write_mask = others["set_lane"], others["set_mask"]
         self.host_tier = HostTier(others["read_block"].call, others["write_block"].call, places) if places else None
         moves = (others["read_block"].call, others["write_block"].call) if config.debug else None
         self.compile_seconds = time.perf_counter() - start
         release_freed()
-        # Zeros, not undefined memory: what a masked slot holds must be finite.
-        self.state: DeviceState = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), state)
+        self.state: DeviceState = others["zero_state"].call()
         self._watch = PoolWatch(*moves, self.state.kv.shape, kv_dtype(config), mesh) if moves else None
         if self._watch is not None:
             num_blocks -= 1  # the guard
@@ -135,7 +135,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Of the parameters, padding for shards included, over all devices (what each holds of its own)."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._in_flight)
@@ -185,10 +185,13 @@ class Engine:
             self._move(plan)
         for entry in plan.entries:
             self._set_lane(entry)
+        for row in plan.rows:
+            if row.mask is not None:
+                self._set_mask(row.lane, row.mask)
         scores = any(row.targets for row in plan.rows)
         bucket = pick(self.buckets, plan.num_tokens, len(plan.rows), steps=plan.steps, scores=scores)
         buffer = pack(plan, bucket, self._fields[bucket], self.config.schedule.max_num_seqs)
-        self.state, output = self.executables[bucket].call(self._params, self.state, buffer)
+        self.state, output = self.executables[bucket].call(self.params, self.state, buffer)
         output.tokens.copy_to_host_async()
         self._in_flight.append(InFlight(plan, output, time.perf_counter()))
         wanted = sum(max(row.count, row.steps) for row in plan.rows)
@@ -213,6 +216,10 @@ class Engine:
     def _set_lane(self, entry: Entry) -> None:
         buffer = pack_lane(entry, self._lane_fields)
         self.state = self._write_lane.call(self.state, np.asarray([entry.lane], np.int32), buffer)
+
+    def _set_mask(self, lane: int, mask: np.ndarray) -> None:
+        words = pack_mask(mask, self.state.lanes.mask.shape[1])
+        self.state = self._write_mask.call(self.state, np.asarray([lane], np.int32), words)
 
     def _results(self, done: InFlight) -> list[RowResult]:
         """The step's output by row; waits for the device. Logprobs are fetched only where a row asked for them."""
@@ -261,7 +268,7 @@ class Engine:
 
     def _largest_temp(self, spec: StepSpec) -> int:
         """Bytes of temporaries of the largest bucket; they do not depend on the size of the pool, so two blocks will do."""
-        lowered = lower_step(spec, self.buckets[-1], self._params, self._abstract_state(spec, 2), self._table_width)
+        lowered = lower_step(spec, self.buckets[-1], self.params, self._abstract_state(spec, 2), self._table_width)
         memory = lowered.compile().memory_analysis()
         return memory.temp_size_in_bytes if memory else 0
 
@@ -270,16 +277,16 @@ class Engine:
     ) -> tuple[dict[Bucket, Compiled], dict[str, Compiled]]:
         """The steps, and the small programs beside them by name."""
         max_model_len = self.config.schedule.max_model_len
-        lowerings: list[tuple[Any, Callable[[], jax.stages.Lowered]]] = [
-            ("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab))
+        lowerings: list[tuple[Any, Lower]] = [
+            ("zero_state", partial(lower_zero_state, state)),
+            ("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab)),
+            ("set_mask", partial(lower_set_mask, spec, state)),
         ]
         if swaps:
             lowerings.append(("read_block", partial(lower_read_block, state, self.mesh)))
             lowerings.append(("write_block", partial(lower_write_block, state, self.mesh)))
         names = [name for name, _ in lowerings]
-        lowerings += [
-            (bucket, partial(lower_step, spec, bucket, self._params, state, self._table_width)) for bucket in self.buckets
-        ]
+        lowerings += [(bucket, partial(lower_step, spec, bucket, self.params, state, self._table_width)) for bucket in self.buckets]
         total, done, lock = len(lowerings), 0, threading.Lock()
         progress("compile", 0, total)
 
@@ -290,7 +297,7 @@ class Engine:
                 done += 1
                 progress(f"compile {key}", done, total)
 
-        compiled = compile_all(lowerings, compiler_options(self.mesh.devices.flat[0].platform), count)
+        compiled = compile_all(lowerings, self.mesh, self.config.compile_cache, count)
         return {bucket: compiled[bucket] for bucket in self.buckets}, {name: compiled[name] for name in names}
 
     def _check(self, request: Request) -> None:

@@ -13,6 +13,10 @@ class QueueFull(UserError):
         self.retry_after = retry_after
 
 
+class EngineStopped(RuntimeError):
+    """The engine's thread has ended, by an error or because it was closed: what was asked of it will not be answered."""
+
+
 def check(ok: bool, message: str) -> None:
     """Raises UserError(message) unless ok."""
     if not ok:

@@ -30,7 +30,10 @@ BYTES = ("cache.kv_memory", "cache.swap_memory")  # given with a unit
 NAMES = {"sharding.model": "tensor_parallel_size"}  # where the field's name alone would say too little
 SHORT = {"sharding.model": ("-tp",)}
 MORE_HELP = {"seed": "; a start with the same seed gives the same texts, so another one must be given for others"}
-NOT_SAMPLING = ("seed",)  # --seed is the engine's; the seeds of all requests follow from it
+NOT_SAMPLING = (
+    "seed",
+    "structured_outputs",
+)  # forms are for programs; --seed is the engine's; the seeds of all requests follow from it
 
 
 def parse_size(text: str) -> int:

@@ -1,6 +1,8 @@
 """LLM: the offline API. Names follow vLLM's, so that its users feel at home."""
 
+import asyncio
 import contextlib
+import functools
 import itertools
 import math
 import numbers
@@ -16,14 +18,15 @@ from typing import Any, Literal, cast
 from checkpoints.load import load_params, resolve_dtype
 from checkpoints.open import open_checkpoint
 from pagedjax.config import EngineConfig, resolve, with_options
-from pagedjax.device.compile import set_compile_cache
+from pagedjax.device.compile import open_compile_cache
 from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
 from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Service, Usage
-from pagedjax.loop import EngineLoop, Stream, start_off_loop
+from pagedjax.loop import EngineLoop
 from pagedjax.memory import map_large_buffers
-from pagedjax.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from pagedjax.stream import Stream
+from pagedjax.text import Grammars, Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Prompt = str | Sequence[int]
 AnyPrompt = Prompt | Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}, and cache_salt: as in vLLM
@@ -89,12 +92,14 @@ class LLM:
         path, or vLLM's names: LLM(path, max_model_len=2048, tensor_parallel_size=2)."""
         config = with_options(config or EngineConfig(), options)
         map_large_buffers()
-        set_compile_cache(config.compile_cache)
-        checkpoint = open_checkpoint(os.fspath(model))
+        self.model = os.fspath(model)
+        checkpoint = open_checkpoint(self.model)
         mesh = make_mesh(config.sharding.model)
         platform = cast(Literal["cpu", "gpu", "tpu"], mesh.devices.flat[0].platform)
+        open_compile_cache(config.compile_cache, platform)
         config = resolve(config, checkpoint.config, platform, resolve_dtype(checkpoint, config.dtype, mesh))
-        self.tokenizer: Tokenizer | None = open_tokenizer(checkpoint.tokenizer_source)
+        self.tokenizer_source = checkpoint.tokenizer_source
+        self.tokenizer: Tokenizer | None = open_tokenizer(self.tokenizer_source)
         self.defaults = checkpoint.defaults
         start = time.perf_counter()
         params, layout = load_params(
@@ -136,6 +141,10 @@ class LLM:
         words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             words = self._tokenizer("bad_words").bad_word_ids(params.bad_words)
+        form, constraint = params.structured_outputs, None
+        if form is not None:
+            check(not params.ignore_eos, "structured_outputs must not go with ignore_eos: the form says where a text ends")
+            constraint = self._grammars.compile(*form.form, allowed=params.allowed_token_ids)
         own = () if params.ignore_eos else self.defaults.stop_ids
         return Request(
             id=str(next(self._ids)),
@@ -144,6 +153,7 @@ class LLM:
             stop_ids=tuple(sorted({*own, *params.stop_token_ids})),
             bad_words=words,
             seed=self.engine.new_seed() if params.seed is None else params.seed,
+            constraint=constraint,
             salt=salt,
             service=service or Service(),
         )
@@ -153,6 +163,11 @@ class LLM:
             raise UserError(f"{what} needs a tokenizer; the model has none (prompts may be token ids)")
         return self.tokenizer
 
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        """Made when the first request asks for it: the whole vocabulary is read."""
+        return Grammars(self._tokenizer("structured_outputs"), self.defaults.stop_ids)
+
     def stream(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, service: Service | None = None) -> Stream:
         """Starts one request; iterate the result (or `async for` it) for its pieces. Leaving early cancels it."""
         return self.loop.submit(self.request(prompt, sampling_params, service))
@@ -161,7 +176,7 @@ class LLM:
         self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, *, service: Service | None = None
     ) -> Stream:
         """`stream` for servers: neither tokenizing nor waiting for the engine's thread holds up the event loop."""
-        return await start_off_loop(lambda: self.stream(prompt, sampling_params, service=service))
+        return await self.loop.submit_async(await asyncio.to_thread(self.request, prompt, sampling_params, service))
 
     # --- what the engine remembers ----------------------------------------------------------------------------------
 

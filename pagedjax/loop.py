@@ -6,115 +6,31 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, NamedTuple
 
 from pagedjax.engine import Engine
-from pagedjax.errors import QueueFull, check
+from pagedjax.errors import EngineStopped, QueueFull, check
 from pagedjax.host.beam import choose
-from pagedjax.host.request import FinishReason, Logprobs, Request, TokenEvent, Usage
+from pagedjax.host.cache_log import CacheEvent, CacheLog
+from pagedjax.host.pools import POOLS
+from pagedjax.host.request import Request, TokenEvent, Usage
+from pagedjax.stream import Delta, Stream, wake_all
 from pagedjax.text import IncrementalDecoder, Tokenizer
 
 
-@dataclass(frozen=True)
-class Delta:
-    """New output of one sequence. Pieces of text joined are the whole text."""
-
-    index: int
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] | None = None
-    prompt_logprobs: tuple[Logprobs, ...] | None = None
-    finish: FinishReason | None = None
-    stop: str | int | None = None  # the stop string or stop token that ended it
-    usage: Usage | None = None
+def _stream_of(result: Stream | Exception) -> Stream:
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
-class Stream:
-    """What a request gives, as it comes: iterate it, or `async for` it. Ends when all its sequences have.
-
-    Leaving the iteration early (break, an exception, a cancelled task) cancels the request. Times are time.perf_counter().
-    """
-
-    def __init__(self, request_id: str, sequences: int, cancel: Callable[[str], None], submitted: float):
-        self.request_id = request_id
-        self.submitted = submitted
-        self.first_token: float | None = None
-        self.finished: float | None = None  # when the last of its sequences ended
-        self._unfinished = sequences  # as the loop's thread counts; _left is the reader's count
-        self._left = sequences
-        self._queue: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
-        self._cancel = cancel
-        self._waker: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
-
-    def cancel(self) -> None:
-        """Ends the request; its blocks are free before the next step. The stream ends with finish "cancelled"."""
-        self._cancel(self.request_id)
-
-    def put(self, item: Delta | BaseException) -> None:
-        """Called by the loop's thread."""
-        if isinstance(item, Delta):
-            now = time.perf_counter()
-            if self.first_token is None and item.tokens:
-                self.first_token = now
-            self._unfinished -= item.finish is not None
-            if self._unfinished == 0 and self.finished is None:
-                self.finished = now
-        self._queue.put(item)
-        if self._waker is not None:
-            loop, event = self._waker
-            with contextlib.suppress(RuntimeError):  # the reader's event loop is closed: nobody is waiting
-                loop.call_soon_threadsafe(event.set)
-
-    def _open(self, item: Delta | BaseException) -> Delta:
-        if isinstance(item, BaseException):
-            self._left = 0
-            raise item
-        self._left -= item.finish is not None
-        return item
-
-    def __iter__(self) -> Iterator[Delta]:
-        try:
-            while self._left > 0:
-                yield self._open(self._queue.get())
-        finally:
-            if self._left > 0:
-                self.cancel()
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        event = asyncio.Event()
-        self._waker = (asyncio.get_running_loop(), event)
-        try:
-            while self._left > 0:
-                event.clear()
-                while self._left > 0 and not self._queue.empty():
-                    yield self._open(self._queue.get_nowait())
-                if self._left > 0 and self._queue.empty():
-                    await event.wait()
-        finally:
-            if self._left > 0:
-                self.cancel()
-
-
-async def start_off_loop(start: Callable[[], Stream]) -> Stream:
-    """Runs what waits for the engine's thread in another one. Cancelled meanwhile: the request is cancelled, too."""
-    abandoned = threading.Event()
-    made: list[Stream] = []
-
-    def run() -> Stream:
-        made.append(start())
-        if abandoned.is_set():
-            made[0].cancel()
-        return made[0]
-
-    try:
-        return await asyncio.to_thread(run)
-    except asyncio.CancelledError:
-        abandoned.set()
-        for stream in made:
-            stream.cancel()
-        raise
+def _abandon(future: "Future[Stream | Exception]") -> None:
+    """Cancels what was submitted, if it was, for somebody who does not wait for the answer any more."""
+    if not future.cancelled() and future.exception() is None and isinstance(result := future.result(), Stream):
+        result.cancel()
 
 
 @dataclass
@@ -129,67 +45,94 @@ class _Live:
     shows_stop: bool  # the text of a stop token is part of the text
 
 
+class Load(NamedTuple):
+    """What the engine has in hand, as of the end of its last step or command."""
+
+    running: int = 0  # sequences
+    waiting: int = 0
+    waiting_tokens: int = 0  # of prompts, that are not cached
+    blocks_used: int = 0
+    blocks: int = 0  # that the pool has
+
+
 class EngineLoop:
-    """Runs Engine.step while there is work. `submit` and `cancel` may be called from any thread."""
+    """Runs Engine.step while there is work. `submit`, `cancel` and `call` may be called from any thread.
+
+    `load` may be read by any thread at any time. `ended` is done when the engine's thread is: with None after `close`, with the
+    error that ended it otherwise.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None):
         """Without a tokenizer there is no text, and stop strings are refused."""
         self.engine, self.tokenizer = engine, tokenizer
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.load = Load(blocks=engine.scheduler.pool.capacity)
+        self.ended: Future[None] = Future()
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]] | None] = queue.SimpleQueue()
         self._live: dict[str, _Live] = {}
         self._failure: BaseException | None = None
         self._closed = False
+        self._busy_since: float | None = None
+        self._cache_watcher: Callable[[list[CacheEvent]], object] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request) -> Stream:
         """Hands a request to the engine. UserError (QueueFull, too) is raised here, in the caller's thread."""
         (result,) = self.submit_all([request])
-        if isinstance(result, Exception):
-            raise result
-        return result
+        return _stream_of(result)
 
     async def submit_async(self, request: Request) -> Stream:
-        """`submit` for an event loop, which goes on while the engine's thread is in a step."""
-        return await start_off_loop(lambda: self.submit(request))
+        """`submit` for an event loop, which goes on while the engine's thread is in a step. Cancelled meanwhile: the request is
+        cancelled, too."""
+        submitted = time.perf_counter()
+        future = self._ask(lambda: self._add(request, submitted))
+        try:
+            return _stream_of(await asyncio.wrap_future(future))
+        except asyncio.CancelledError:
+            future.add_done_callback(_abandon)
+            raise
 
     def submit_all(self, requests: Sequence[Request]) -> list[Stream | Exception]:
         """Hands over several at once, so that they can share their first step. The error of one does not stop the others, but
         after a QueueFull all the rest are refused as well, so that none overtakes another."""
-        answer: queue.SimpleQueue[list[Stream | Exception]] = queue.SimpleQueue()
         submitted = time.perf_counter()
-        self._raise_if_down()
-        self._inbox.put(lambda: answer.put(self._add_all(requests, submitted)))
-        return self._wait(answer)
+        return self._ask(lambda: self._add_all(requests, submitted)).result()
 
     def cancel(self, request_id: str) -> None:
         """Ends a request. Unknown ids are ignored, since it may just have finished. Never raises: when the engine is down there
         is nothing left to cancel, and nobody takes the command."""
-        self._inbox.put(lambda: self._deliver(self.engine.cancel(request_id)))
+        self._inbox.put((lambda: self._deliver(self.engine.cancel(request_id)), Future()))
 
     def call[T](self, ask: Callable[[Engine], T]) -> T:
         """What `ask` answers when the engine's thread runs it between two steps; its error is raised here."""
-        answer: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+        return self._ask(lambda: ask(self.engine)).result()
 
-        def run() -> None:
-            try:
-                answer.put((ask(self.engine), None))
-            except Exception as error:
-                answer.put((None, error))
+    async def call_async[T](self, ask: Callable[[Engine], T]) -> T:
+        """`call` for an event loop."""
+        return await asyncio.wrap_future(self._ask(lambda: ask(self.engine)))
 
-        self._raise_if_down()
-        self._inbox.put(run)
-        value, error = self._wait(answer)
-        if error is not None:
-            raise error
-        return cast(T, value)
+    async def watch_cache(self, call: Callable[[list[CacheEvent]], None]) -> None:
+        """From now on `call` runs on this event loop after each step in which the prefix cache learned or forgot something. One
+        watcher at a time."""
+        event_loop, tables = asyncio.get_running_loop(), self.engine.scheduler.tables
 
-    def _wait[T](self, answer: "queue.SimpleQueue[T]") -> T:
-        while True:
-            try:
-                return answer.get(timeout=1)
-            except queue.Empty:
-                self._raise_if_down()
+        def begin(_: Engine) -> None:
+            tables.log = CacheLog()
+            self._cache_watcher = lambda events: event_loop.call_soon_threadsafe(call, events)
+
+        await self.call_async(begin)
+
+    def _tell_cache(self) -> None:
+        log = self.engine.scheduler.tables.log
+        events = log.take() if log is not None else []
+        if events and self._cache_watcher is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is waiting
+                self._cache_watcher(events)
+
+    def seconds_busy(self) -> float:
+        """Since when the engine's thread has been in one step or command; 0 while it waits for something to do."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
         """Cancels everything and ends the thread. Streams that are open end with finish "cancelled"."""
@@ -199,11 +142,28 @@ class EngineLoop:
             if threading.current_thread() is not self._thread:  # a finalizer may run anywhere
                 self._thread.join()
 
+    def _ask[T](self, answer: Callable[[], T]) -> "Future[T]":
+        """The future of what `answer` gives in the engine's thread. A command that comes when the thread has ended is refused by
+        whoever sees it last: the thread, which empties the inbox, or the second look here."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(answer())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._raise_if_down()
+        self._inbox.put((run, future))
+        self._raise_if_down()
+        return future
+
     def _raise_if_down(self) -> None:
         if self._failure is not None:
-            raise RuntimeError("the engine stopped after an error") from self._failure
+            raise EngineStopped("the engine stopped after an error") from self._failure
         if self._closed:
-            raise RuntimeError("the engine is closed")
+            raise EngineStopped("the engine is closed")
 
     def _decoder(self, request: Request) -> IncrementalDecoder | None:
         if self.tokenizer is None:
@@ -255,27 +215,53 @@ class EngineLoop:
         except BaseException as error:  # every reader must learn of it, whatever it is
             self._failure = error
             for live in self._live.values():
-                failure = RuntimeError(f"the engine stopped after an error: {error}")
+                failure = EngineStopped(f"the engine stopped after an error: {error}")
                 failure.__cause__ = error
                 live.stream.put(failure)
+            wake_all(live.stream for live in self._live.values())
             self._live.clear()
+        self._busy_since = None
+        self._refuse_the_rest()
+        if self._failure is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(self._failure)
+
+    def _refuse_the_rest(self) -> None:
+        while not self._inbox.empty():
+            command = self._inbox.get_nowait()
+            if command is not None and command[1].set_running_or_notify_cancel():
+                command[1].set_exception(EngineStopped("the engine has ended"))
 
     def _take_commands(self) -> bool:
         """Runs what was sent; waits for something when there is no work, or none until a while has passed. False at the end."""
         while True:
+            self.load = self._measure()
+            self._tell_cache()
             wait = self.engine.seconds_idle() if self.engine.has_work() else None
+            self._busy_since = time.monotonic() if wait == 0 else None
             try:
                 command = self._inbox.get(block=wait != 0, timeout=wait or None)
             except queue.Empty:
+                self._busy_since = time.monotonic()
                 return True
+            self._busy_since = time.monotonic()
             if command is None:
                 return False
-            command()
+            command[0]()
+
+    def _measure(self) -> Load:
+        scheduler = self.engine.scheduler
+        waiting, pool = scheduler.entrance.queue, scheduler.pool
+        tokens = sum(waiting.tokens(name) for name in POOLS)
+        return Load(len(scheduler.running), scheduler.num_waiting, tokens, pool.capacity - pool.num_free, pool.capacity)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
+        touched: dict[str, Stream] = {}
         for event in events:
             live = self._live.get(event.request_id)
             if live is not None and live.counts[event.index] >= 0:
+                touched[event.request_id] = live.stream
                 delta = self._delta(live, event)
                 if delta.finish is not None:
                     live.counts[event.index] = -1
@@ -288,6 +274,7 @@ class EngineLoop:
                 if all(count < 0 for count in live.counts):
                     for best in best_samples(live.request, live.held):
                         live.stream.put(best)
+        wake_all(touched.values())
 
     def _delta(self, live: _Live, event: TokenEvent) -> Delta:
         """Decodes the tokens and checks stop strings; a hit ends the sequence in the engine, and what came after is dropped."""

@@ -72,8 +72,18 @@ def pack_lane(entry: Entry, fields: Fields) -> np.ndarray:
         f["masked"][...] = 1
         ids = np.asarray(params.allowed_token_ids, np.uint32)
         np.bitwise_or.at(f["mask"], ids // 32, np.uint32(1) << (ids % np.uint32(32)))
+    if entry.mask is not None:
+        f["masked"][...] = 1
+        f["mask"][:] = pack_mask(entry.mask, len(f["mask"]))
     f["num_logprobs"][...] = -1 if params.logprobs_needed is None else params.logprobs_needed
     return buffer
+
+
+def pack_mask(mask: np.ndarray, words: int) -> np.ndarray:
+    """u32[words]: the mask with zeros behind it; what it says of ids that the model has not is cut off."""
+    out = np.zeros(words, np.uint32)
+    out[: len(mask)] = mask[:words]
+    return out
 
 
 def _fill_copies(target: np.ndarray, copies: tuple[Copy, ...]) -> None:

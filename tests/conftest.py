@@ -13,17 +13,20 @@ import pytest
 
 from checkpoints import load_params, open_checkpoint
 from pagedjax.config import EngineConfig, resolve, with_options
-from pagedjax.device.compile import set_compile_cache
 from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine
 
 STORIES = Path(__file__).parent / "golden" / "stories260K"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One persistent compilation cache for the whole run: an engine of a shape that was built before starts at once."""
-    set_compile_cache(str(tmp_path_factory.mktemp("compile-cache")))
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One folder of compiled programs for the whole run, all its processes: an engine of a shape that was built before starts at
+    once."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compile-cache"
+    folder.mkdir(exist_ok=True)
+    return str(folder)
 
 
 @functools.cache
@@ -34,14 +37,14 @@ def load_stories(model: int, stacked: bool, dtype: str):
 
 
 @pytest.fixture(scope="session")
-def stories_engine(compile_cache: None) -> Callable[..., Engine]:
+def stories_engine(compile_cache: str) -> Callable[..., Engine]:
     """Builds (or takes again, when it is idle) an engine for stories260K; few and small buckets unless told otherwise."""
 
     @functools.cache
     def build(*, stacked: bool = False, **options) -> Engine:
         defaults = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 16}
         defaults |= {"buckets.decode_rows": (4,), "buckets.prefill_tokens": (32,), "cache.kv_memory": 2 << 20}
-        config = with_options(EngineConfig(), defaults | options)
+        config = with_options(EngineConfig(compile_cache=compile_cache), defaults | options)
         checkpoint, mesh, params, layout = load_stories(config.sharding.model, stacked, config.dtype)
         dtype = "float32" if config.dtype == "auto" else config.dtype
         return Engine(checkpoint.config, layout, params, resolve(config, checkpoint.config, "cpu", dtype), mesh)

@@ -35,7 +35,7 @@ def build(name: str, folder: Path) -> Engine:
     params, layout = load_params(checkpoint, dtype="float32", mesh=mesh, stacked=False)
     options = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": BLOCK}
     options |= {"buckets.decode_rows": (2,), "buckets.prefill_tokens": (16,), "cache.kv_memory": 1 << 20}
-    config = resolve(with_options(EngineConfig(), options), checkpoint.config, "cpu", "float32")
+    config = resolve(with_options(EngineConfig(compile_cache=""), options), checkpoint.config, "cpu", "float32")
     return Engine(checkpoint.config, layout, params, config, mesh)
 
 

@@ -28,13 +28,12 @@ SMALL = {
     "buckets.decode_rows": (4,),
     "buckets.prefill_tokens": (32,),
     "cache.kv_memory": 2 << 20,
-    "compile_cache": "",  # conftest has set one
 }
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(STORIES, **SMALL) as llm:
+def llm(compile_cache: str) -> Iterator[LLM]:
+    with LLM(STORIES, **SMALL, compile_cache=compile_cache) as llm:
         yield llm
 
 
@@ -375,8 +374,8 @@ def test_what_is_asked_wrongly(llm: LLM) -> None:
         LLM(STORIES / "nothing")
 
 
-def test_a_failing_step_reaches_every_reader() -> None:
-    with LLM(STORIES, **SMALL) as llm:
+def test_a_failing_step_reaches_every_reader(compile_cache: str) -> None:
+    with LLM(STORIES, **SMALL, compile_cache=compile_cache) as llm:
 
         def fail(*_: object) -> None:
             raise OSError("the device went away")
@@ -391,8 +390,8 @@ def test_a_failing_step_reaches_every_reader() -> None:
         streams[0].cancel()  # nothing is left to cancel, and that is no error
 
 
-def test_closing_ends_open_streams() -> None:
-    llm = LLM(STORIES, **SMALL)
+def test_closing_ends_open_streams(compile_cache: str) -> None:
+    llm = LLM(STORIES, **SMALL, compile_cache=compile_cache)
     stream = llm.stream("Once", LONG)
     llm.close()
     assert list(stream)[-1].finish in ("cancelled", "length")
@@ -401,8 +400,8 @@ def test_closing_ends_open_streams() -> None:
         llm.generate("Once", GREEDY)
 
 
-def test_dropping_the_last_reference_ends_the_thread() -> None:
-    llm = LLM(STORIES, **SMALL)
+def test_dropping_the_last_reference_ends_the_thread(compile_cache: str) -> None:
+    llm = LLM(STORIES, **SMALL, compile_cache=compile_cache)
     thread = llm.loop._thread
     assert thread.is_alive()
     del llm

@@ -18,10 +18,10 @@ LONG = "Once upon a time there was a little girl who lived in a big house with h
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    options = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16, "compile_cache": ""}
+def llm(compile_cache: str) -> Iterator[LLM]:
+    options = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16}
     options |= {"buckets.decode_rows": (4,), "buckets.prefill_tokens": (64,), "cache.kv_memory": 2 << 20}
-    with LLM(STORIES, **options) as made:
+    with LLM(STORIES, **options, compile_cache=compile_cache) as made:
         yield made
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import re
 import subprocess
@@ -15,12 +16,13 @@ import pagedjax
 from pagedjax import config
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("pagedjax", "checkpoints", "pallas_kernels", "bench")
+PACKAGES = ("pagedjax", "checkpoints", "pallas_kernels", "serving", "bench")
 FILE_LINES = 420  # "about 400"
 FUNCTION_LINES = 60
 KERNEL = re.compile(r"pallas_kernels/\w+/(xla|triton|mosaic_\w+)\.py")  # a kernel's body may be longer
+GENERATED = re.compile(r"_pb2(_grpc)?\.py$")  # by protoc
 WORDS = ("Manager", "Helper", "Util", "Base", "Handler")
-BY_NAME = ("pagedjax/__init__.py", "pagedjax/cli.py")  # load modules by name, when they are asked for
+BY_NAME = ("pagedjax/__init__.py", "pagedjax/cli.py", "checkpoints/open.py")  # load modules by name, when they are asked for
 
 # Who may import what of this project: itself, and these. What is not listed here may import anything but the entry points.
 EDGES = {
@@ -42,11 +44,13 @@ EDGES = {
     "pagedjax.models": ("pagedjax.config", "pagedjax.device", "pagedjax.errors"),
     "checkpoints": ("pagedjax.config", "pagedjax.device.params", "pagedjax.errors", "pagedjax.models", "pagedjax.text"),
 }
-ENTRY_POINTS = ("pagedjax.llm", "pagedjax.loop", "pagedjax.cli", "pagedjax.commands", "checkpoints")
+ENTRY_POINTS = ("pagedjax.llm", "pagedjax.loop", "pagedjax.cli", "pagedjax.commands", "checkpoints", "serving")
 MAY_ENTER = {
     "pagedjax.llm": ("pagedjax.loop", "checkpoints"),
-    "pagedjax.commands": ("pagedjax.llm", "pagedjax.loop", "checkpoints"),
+    "pagedjax.commands": ("pagedjax.llm", "pagedjax.loop", "checkpoints", "serving"),
+    "serving": ("pagedjax.llm", "pagedjax.loop"),
     "pagedjax.__main__": ("pagedjax.cli",),
+    "pagedjax.cli": ("serving.config",),
     "bench": ("pagedjax.llm", "pagedjax.loop", "checkpoints"),
 }
 NO_JAX = (
@@ -66,6 +70,8 @@ OUTSIDE = {"pallas_kernels": ("jax", "numpy")}  # all that may be imported besid
 def sources(*packages: str) -> Iterator[tuple[str, str]]:
     for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
+            if GENERATED.search(path.name):
+                continue
             yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 
@@ -128,6 +134,8 @@ def late_imports(path: str, source: str) -> list[str]:
 
 
 def environment(path: str, source: str) -> list[str]:
+    if path == "serving/auth.py":  # API keys, which the engine knows nothing of
+        return []
     if path.startswith("pallas_kernels/aot/"):  # compilers have no other switches, and the engine does not import it
         return []
     names = (node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
@@ -170,7 +178,10 @@ def test_rule(rule: Callable[[str, str], list[str]]):
         (late_imports, "pagedjax/x.py", "def f():\n    import os"),
         (late_imports, "pagedjax/x.py", "import importlib\nimportlib.import_module('jax')"),
         (late_imports, "pagedjax/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jax"),
+        (wrong_imports, "pagedjax/llm.py", "from serving.frontend import Frontend"),
+        (wrong_imports, "serving/x.py", "import checkpoints"),
         (environment, "pagedjax/x.py", "import os\nos.environ['A']"),
+        (environment, "serving/x.py", "import os\nos.environ['A']"),
         (too_long, "pagedjax/x.py", "a = 1\n" * 500),
         (too_long, "pagedjax/x.py", "def f():\n" + "    a = 1\n" * 61),
         (class_names, "pagedjax/x.py", "class PoolManager:\n    pass"),
@@ -181,10 +192,32 @@ def test_rule_finds_what_breaks_it(rule: Callable[[str, str], list[str]], path: 
 
 
 def test_no_import_cycles():
-    graph = {module_name(path): imports(path, source) for path, source in sources(*PACKAGES)}
-    graph["pagedjax"] = set()  # loads its public names by name, when they are asked for
+    graph = import_graph() | {"pagedjax": set()}  # loads its public names by name, when they are asked for
     ours = {name: {module for module in modules if module in graph and module != name} for name, modules in graph.items()}
     assert "pagedjax.engine" in list(graphlib.TopologicalSorter(ours).static_order())
+
+
+@functools.cache
+def import_graph() -> dict[str, set[str]]:
+    return {module_name(path): imports(path, source) for path, source in sources(*PACKAGES)}
+
+
+def reached(*starts: str) -> set[str]:
+    """All that is imported when these modules are, but for what libraries import themselves."""
+    seen, todo = set(), list(starts)
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += import_graph().get(name, ())
+    return seen
+
+
+def test_an_engine_starts_without_the_libraries_of_other_checkpoints():
+    """Together they take as long to import as a model to load."""
+    slow = {"orbax.checkpoint", "huggingface_hub", "gguf"}
+    assert not reached("pagedjax.llm") & slow and "jax" in reached("pagedjax.llm")
+    assert slow == slow & (reached("checkpoints.store") | reached("checkpoints.hub") | reached("checkpoints.gguf"))
 
 
 def read_attributes(source: str) -> set[str]:

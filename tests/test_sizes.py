@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pagedjax.buckets import Bucket, make_buckets, pick
 from pagedjax.config import BucketConfig, CacheConfig, EngineConfig, ModelConfig, ScheduleConfig, resolve, with_options
-from pagedjax.device.compile import set_compile_cache
+from pagedjax.device.compile import open_compile_cache
 from pagedjax.device.sharding import make_mesh
 from pagedjax.errors import UserError
 from pagedjax.memory import CPU_LIMIT, available_memory, pool_blocks, pool_shape, rounded_down
@@ -154,4 +154,4 @@ def test_lists_of_sizes_become_tuples() -> None:
 def test_a_compile_cache_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="compile_cache must be a folder that can be made and written; got .*file"):
-        set_compile_cache(str(tmp_path / "file" / "cache"))
+        open_compile_cache(str(tmp_path / "file" / "cache"), "cpu")

@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
 def answers(shards: int) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
     """((query heads, kv heads) as they are computed, the tokens of each prompt), with layers scanned: unrolled they would take
     long to compile. Nothing of the model is kept."""
-    config = with_options(EngineConfig(), OPTIONS | {"tensor_parallel_size": shards})
+    config = with_options(EngineConfig(compile_cache=""), OPTIONS | {"tensor_parallel_size": shards})
     checkpoint, mesh = open_checkpoint(GGUF), make_mesh(shards)
     params, layout = load_params(checkpoint, dtype="float32", mesh=mesh, stacked=True)
     engine = Engine(checkpoint.config, layout, params, resolve(config, checkpoint.config, "cpu", "float32"), mesh)

@@ -10,7 +10,7 @@ from pagedjax.errors import UserError
 from pagedjax.flags import sampling_params
 from pagedjax.host.request import SamplingParams
 from pagedjax.llm import LLM
-from pagedjax.loop import Stream
+from pagedjax.stream import Stream
 
 with contextlib.suppress(ImportError):  # not on every platform; gives input() a line editor with a history
     import readline  # noqa: F401

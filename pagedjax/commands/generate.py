@@ -15,7 +15,7 @@ from pagedjax.errors import UserError, check
 from pagedjax.flags import parse_ids, sampling_params
 from pagedjax.host.request import Logprobs, Request, SamplingParams, Usage
 from pagedjax.llm import CompletionOutput, Prompt, collect, in_order
-from pagedjax.loop import Stream
+from pagedjax.stream import Stream
 
 
 def run(command: Any) -> None:

@@ -4,9 +4,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,12 +16,15 @@ from jax.sharding import Mesh
 
 from pagedjax.buckets import Bucket
 from pagedjax.device.blocks import read_block, write_block
-from pagedjax.device.lanes import set_lane
+from pagedjax.device.lanes import set_lane, set_mask
+from pagedjax.device.programs import load_program, program_file, save_program
 from pagedjax.device.sharding import block_in_host_memory, block_on_device, replicated, state_shardings
 from pagedjax.device.step import StepSpec, run_step
 from pagedjax.errors import UserError, check
 from pagedjax.state import DeviceState, StepInput, StepOutput
 from pagedjax.wire import lane_fields, size, split, step_fields
+
+Lower = partial[jax.stages.Lowered]  # one of the functions below and its arguments, which are all that the program depends on
 
 
 @dataclass(frozen=True)
@@ -33,21 +37,22 @@ class Compiled:
     alias_bytes: int
 
 
-def set_compile_cache(folder: str) -> None:
-    """Turns on JAX's persistent compilation cache in `folder`, for every compilation however short; "" leaves it off. UserError
-    where nothing can be written there."""
+def open_compile_cache(folder: str, platform: str) -> None:
+    """Makes the folder where compiled programs are kept; "" for none. UserError where nothing can be written there. On other
+    platforms than CPU it becomes that of JAX's persistent cache, for every compilation however short (see programs.py)."""
     if folder:
         path = os.path.expanduser(folder)
         try:
-            os.makedirs(path, exist_ok=True)
+            os.makedirs(path, mode=0o700, exist_ok=True)  # what is loaded from there is run
         except OSError as error:
             raise UserError(
                 f"compile_cache must be a folder that can be made and written; got {folder} ({error.strerror})"
             ) from error
         check(os.access(path, os.W_OK | os.X_OK), f"compile_cache must be a folder that can be written; got {folder}")
-        jax.config.update("jax_compilation_cache_dir", path)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        if platform != "cpu":
+            jax.config.update("jax_compilation_cache_dir", path)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def lower_step(spec: StepSpec, bucket: Bucket, params: Any, state: DeviceState, table_width: int) -> jax.stages.Lowered:
@@ -66,12 +71,25 @@ def lower_step(spec: StepSpec, bucket: Bucket, params: Any, state: DeviceState, 
     return jitted.lower(params, state, jax.ShapeDtypeStruct((size(fields),), jnp.int32))
 
 
+def lower_zero_state(state: DeviceState) -> jax.stages.Lowered:
+    """() -> the state before the first step. Zeros, not undefined memory: what a masked slot holds must be finite."""
+    shardings = jax.tree.map(lambda s: s.sharding, state)
+    return jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state), out_shardings=shardings).lower()
+
+
 def lower_set_lane(spec: StepSpec, state: DeviceState, max_model_len: int, vocab: int) -> jax.stages.Lowered:
     shardings, everywhere = state_shardings(state, spec.mesh), replicated(spec.mesh)
     write = partial(set_lane, max_model_len=max_model_len, vocab=vocab)
     jitted = jax.jit(write, donate_argnums=0, in_shardings=(shardings, everywhere, everywhere), out_shardings=shardings)
     fields = lane_fields(max_model_len, vocab)
     return jitted.lower(state, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((size(fields),), jnp.int32))
+
+
+def lower_set_mask(spec: StepSpec, state: DeviceState) -> jax.stages.Lowered:
+    shardings, everywhere = state_shardings(state, spec.mesh), replicated(spec.mesh)
+    jitted = jax.jit(set_mask, donate_argnums=0, in_shardings=(shardings, everywhere, everywhere), out_shardings=shardings)
+    words = state.lanes.mask.shape[1]
+    return jitted.lower(state, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((words,), jnp.uint32))
 
 
 def lower_read_block(state: DeviceState, mesh: Mesh) -> jax.stages.Lowered:
@@ -96,38 +114,50 @@ def compiler_options(platform: str) -> dict[str, Any]:
 
 
 def compile_all(
-    lowerings: Iterable[tuple[Any, Callable[[], jax.stages.Lowered]]],
-    options: dict[str, Any],
-    progress: Callable[[Any, "Compiled"], None] = lambda *_: None,
+    programs: Iterable[tuple[Any, Lower]],
+    mesh: Mesh,
+    folder: str,
+    progress: Callable[[Any, Compiled], None] = lambda *_: None,
 ) -> dict[Any, Compiled]:
-    """{key: Compiled}, with `options` for XLA. Lowering is serial (tracing is Python), compilation runs in max(1, cores / 4)
-    threads."""
+    """{key: Compiled} for the devices of `mesh`. A program that is kept in `folder` is loaded; the others are lowered one
+    after the other (tracing is Python) and compiled in max(1, cores / 4) threads."""
+    options = compiler_options(mesh.devices.flat[0].platform)
 
-    def finish(key: Any, lowered: jax.stages.Lowered, lowering_seconds: float) -> tuple[Any, Compiled]:
-        start = time.perf_counter()
-        executable = lowered.compile(compiler_options=options)
+    def finish(key: Any, executable: jax.stages.Compiled, start: float) -> Compiled:
         memory = executable.memory_analysis()
         done = Compiled(
             call=executable,
-            seconds=lowering_seconds + time.perf_counter() - start,
+            seconds=time.perf_counter() - start,
             temp_bytes=memory.temp_size_in_bytes if memory else 0,
             alias_bytes=memory.alias_size_in_bytes if memory else 0,
         )
         progress(key, done)
-        return key, done
+        return done
 
+    def compile_lowered(key: Any, lowered: jax.stages.Lowered, file: Path | None, lowering_seconds: float) -> Compiled:
+        start, known = time.perf_counter() - lowering_seconds, _counter.cached
+        executable = lowered.compile(compiler_options=options)
+        if file is not None and _counter.cached == known:  # saved again, what is from JAX's cache would lack its functions
+            save_program(file, executable)
+        return finish(key, executable, start)
+
+    compiled: dict[Any, Compiled | Future[Compiled]] = {}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as threads:
-        pending = []
-        for key, lower in lowerings:
+        for key, lower in programs:
             start = time.perf_counter()
-            lowered = lower()
-            pending.append(threads.submit(finish, key, lowered, time.perf_counter() - start))
-        compiled = dict(p.result() for p in pending)
-    return compiled
+            file = program_file(folder, lower, options, mesh)
+            kept = None if file is None else load_program(file, mesh)
+            if kept is not None:
+                compiled[key] = finish(key, kept, start)
+            else:
+                lowered = lower()
+                compiled[key] = threads.submit(compile_lowered, key, lowered, file, time.perf_counter() - start)
+        return {key: c.result() if isinstance(c, Future) else c for key, c in compiled.items()}
 
 
 class _Counter(threading.local):
     compilations = 0
+    cached = 0  # of these, taken from JAX's persistent cache
 
 
 _counter = _Counter()
@@ -143,4 +173,10 @@ def _on_event(event: str, *_: Any, **__: Any) -> None:
         _counter.compilations += 1
 
 
+def _on_cache_hit(event: str, **__: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _counter.cached += 1
+
+
+jax.monitoring.register_event_listener(_on_cache_hit)
 jax.monitoring.register_event_duration_secs_listener(_on_event)

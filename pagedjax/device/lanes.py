@@ -30,3 +30,9 @@ def set_lane(state: DeviceState, lane: jax.Array, buffer: jax.Array, *, max_mode
     values["stopped"] = jnp.zeros((), jnp.bool_)
     old = {name: getattr(state.lanes, name) for name in values}
     return replace(state, lanes=LaneState(**{name: old[name].at[lane[0]].set(value) for name, value in values.items()}))
+
+
+def set_mask(state: DeviceState, lane: jax.Array, mask: jax.Array) -> DeviceState:
+    """lane i32[1], mask u32[ceil(V / 32)]: the tokens that the lane may sample next."""
+    lanes = replace(state.lanes, mask=state.lanes.mask.at[lane[0]].set(mask))
+    return replace(state, lanes=lanes)

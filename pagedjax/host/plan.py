@@ -21,6 +21,7 @@ class Row(NamedTuple):
     tokens: tuple[int, ...] | None  # None: one token, still on the device
     table: np.ndarray  # i32[G, B]; the sequence's own, read when the step is packed
     steps: int  # decode steps this row may take in the dispatch; 0: no token is sampled
+    mask: np.ndarray | None  # u32[words]: the tokens that may be sampled, where that changes with each
     targets: tuple[int, ...] | None  # tokens whose prompt logprobs are wanted: those after positions start, start + 1, …
 
 
@@ -33,6 +34,7 @@ class Entry:
     index: int
     tokens: tuple[int, ...]
     max_len: int
+    mask: np.ndarray | None = None  # u32[words]: the tokens that may be sampled first
 
 
 class Copy(NamedTuple):

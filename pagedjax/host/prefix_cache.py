@@ -63,14 +63,17 @@ class PrefixCache:
         """The blocks that hold the longest known prefix of tokens, in whole blocks."""
         return list(itertools.takewhile(bool, (self.get(key, content) for key, content in self.keys(salt, tokens))))
 
-    def publish(self, key: bytes, content: Content, block: int) -> None:
-        """`block` holds, or will when the steps in flight are done, this content. The first block of a key keeps it."""
-        if key not in self._blocks and block not in self._contents:
-            self._blocks[key] = block
-            self._contents[block] = key, content
-            self._pool.keep(block)
-            if key in self._pins:
-                self._pool.pin(block)
+    def publish(self, key: bytes, content: Content, block: int) -> bool:
+        """`block` holds, or will when the steps in flight are done, this content. The first block of a key keeps it; whether this
+        one does."""
+        if key in self._blocks or block in self._contents:
+            return False
+        self._blocks[key] = block
+        self._contents[block] = key, content
+        self._pool.keep(block)
+        if key in self._pins:
+            self._pool.pin(block)
+        return True
 
     def pin(self, salt: str, tokens: Sequence[int]) -> int:
         """Holds on to the whole blocks of tokens, those that are cached and those that will be, until `unpin`; how many these are.

@@ -8,9 +8,10 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 from pagedjax.errors import UserError, check
+from pagedjax.host.constraint import Constraint, StructuredOutputsParams
 from pagedjax.limits import NUM_BAD_STRINGS, NUM_BIASES, NUM_LOGPROBS, NUM_STOP_IDS
 
-FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "constraint"]  # the last: no token was left that it allows
 
 # Fields of SamplingParams.
 INTEGERS = ("n", "min_tokens", "top_k", "beam_width")
@@ -33,6 +34,7 @@ NOT_WITH_BEAMS = {
     "allowed_token_ids": None,
     "bad_words": (),
     "stop": (),
+    "structured_outputs": None,
 }
 ONLY_WITH_BEAMS = {"length_penalty": 1, "early_stopping": False}
 
@@ -66,6 +68,7 @@ class SamplingParams:
     logprobs: int | None = None  # best tokens to report at each position, beside the sampled one
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None  # the form that the output must have
     best_of: int | None = None  # samples to draw, of which the n with the highest mean logprob are returned; None: n
     beam_width: int = 0  # beam search with this many beams, on the model's own distribution; 0: sampling
     length_penalty: float = 1.0  # a beam's score is the sum of its logprobs / (its tokens, the stop token too) ** this
@@ -160,6 +163,9 @@ class SamplingParams:
         for name in NUMBERS:
             value = getattr(self, name)
             check(_is_number(value), f"{name} must be a number; got {value!r}")
+        form = self.structured_outputs
+        right = form is None or isinstance(form, StructuredOutputsParams)
+        check(right, f"structured_outputs must be a StructuredOutputsParams; got {form!r:.80}")
         early = self.early_stopping
         check(isinstance(early, bool) or early == "never", f"early_stopping must be True, False or 'never'; got {early!r}")
         for name in ("allowed_token_ids", "stop_token_ids"):
@@ -270,5 +276,6 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # that end a sequence: of the model, unless they are ignored, and of the user
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     seed: int = 0  # 64 bits
+    constraint: Constraint | None = None  # at the start of an output
     salt: str = ""  # only requests of the same salt share cached blocks
     service: Service = Service()

@@ -75,6 +75,8 @@ class Running:
             if self._beams and sequence.request.id in self._beams:
                 self._decode_beams(self._beams[sequence.request.id], step)
                 continue
+            if sequence.constraint is not None and sequence.num_pending:
+                continue
             count = min(steps, sequence.max_len - sequence.length)
             if self._grow(sequence, sequence.num_scheduled + count, step, may_yield=True):
                 self._row(sequence, 1, count, step)
@@ -95,7 +97,7 @@ class Running:
         """Decode steps of this dispatch: one while anything prefills or lacks blocks, or needs the host between tokens."""
         if self.decode_steps == 1 or self._beams:
             return 1
-        if any(s.length - s.num_scheduled > 1 for s in self.sequences):
+        if any(s.length - s.num_scheduled > 1 or s.constraint is not None for s in self.sequences):
             return 1
         ready = [s for s in self.sequences if s.length - s.num_scheduled == 1 and self._wants_more(s)]
         longest = max((s.max_len - s.length for s in ready), default=1)
@@ -120,7 +122,9 @@ class Running:
             sequence.recomputed += again
             self.stats.recomputed_tokens += again
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
-        row = Row(request.id, sequence.index, sequence.epoch, sequence.lane, start, count, tokens, sequence.table, steps, targets)
+        mask = sequence.mask if steps else None
+        key = request.id, sequence.index, sequence.epoch
+        row = Row(*key, sequence.lane, start, count, tokens, sequence.table, steps, mask, targets)
         at = step.at.setdefault(sequence.order, len(step.rows))
         if at < len(step.rows):
             step.rows[at] = _joined(step.rows[at], row)
@@ -231,7 +235,7 @@ class Running:
         self.trace.note(*sequence.key, step.now, what, lane=sequence.lane, cached=sequence.num_scheduled, blocks=blocks)
         for s in own:
             lane = s.lane if search is None else search.lanes[s.index]
-            step.entries.append(Entry(lane, s.request, s.index, tuple(sequence.tokens), s.max_len))
+            step.entries.append(Entry(lane, s.request, s.index, tuple(sequence.tokens), s.max_len, s.mask))
 
     def displace(self, now: float) -> None:
         """Preempts running sequences for more urgent ones that find no lane or no blocks, if that is enough for them."""

@@ -267,15 +267,8 @@ class Scheduler:
         first = len(sequence.tokens) == sequence.prompt_len
         finish, stop_id, taken = None, None, 0
         for token in result.tokens:
-            sequence.tokens.append(token)
-            taken += 1
-            if (
-                token in sequence.request.stop_ids
-                and len(sequence.tokens) - sequence.prompt_len > sequence.request.params.min_tokens
-            ):
-                finish, stop_id = "stop", token
-            elif len(sequence.tokens) >= sequence.max_len:
-                finish = "length"
+            belongs, finish, stop_id = sequence.take(token)
+            taken += belongs
             if finish:
                 break
         assert finish or taken == row.steps, (

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagedjax.host.constraint import Constraint
 from pagedjax.host.prefix_cache import Content
-from pagedjax.host.request import Logprobs, Request, Usage
+from pagedjax.host.request import FinishReason, Logprobs, Request, Usage
 
 Key = tuple[str, int]  # request id, index of the sequence
 
@@ -39,6 +40,8 @@ class Sequence:
     reserved: int = 0  # slots of a contiguous reservation; 0: block by block
     places: list[list[int]] = field(default_factory=list)  # of each group: in host memory, of the blocks behind the named ones
     behind: int = 0  # the first block that has a place
+    constraint: Constraint | None = None  # where its output stands
+    mask: np.ndarray | None = None  # u32[words]: what that allows next
     scored: list[Logprobs] = field(default_factory=list)  # prompt logprobs so far
     steps_held: dict[int, int] = field(default_factory=dict)  # slots held: for how many steps
     token_steps: int = 0  # tokens in the cache, added up over the steps
@@ -65,6 +68,28 @@ class Sequence:
     def num_held(self) -> int:
         """How many those are, counted faster."""
         return sum(len(blocks) - blocks.count(0) for blocks in self.blocks)
+
+    def take(self, token: int) -> tuple[bool, FinishReason | None, int | None]:
+        """One more token, as the device chose it: (whether it belongs to the output, why the sequence ends here if it does,
+        and by which stop id)."""
+        request = self.request
+        if token in request.stop_ids:
+            self.tokens.append(token)
+            if len(self.tokens) - self.prompt_len > request.params.min_tokens:
+                return True, "stop", token
+        elif self.constraint is not None and not self.constraint.accept(token):
+            return False, "constraint", None
+        else:
+            self.tokens.append(token)
+        if self.constraint is not None and self.constraint.done:
+            return True, "stop", None
+        if len(self.tokens) >= self.max_len:
+            return True, "length", None
+        if self.constraint is not None:
+            self.mask = self.constraint.mask()
+            if not self.mask.any():
+                return True, "constraint", None
+        return True, None, None
 
     def usage(self) -> Usage:
         generated = len(self.tokens) - self.prompt_len

@@ -9,6 +9,7 @@ import numpy as np
 
 from pagedjax.errors import UserError
 from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.cache_log import CacheLog, Stored
 from pagedjax.host.plan import Copy, Swap
 from pagedjax.host.prefix_cache import Content, PrefixCache
 from pagedjax.host.request import Request
@@ -51,8 +52,9 @@ class BlockTables:
         self.cache = PrefixCache(pool, block_size) if prefix_caching and isinstance(pool, BlockPool) else None
         self.places = BlockPool(places + 1)  # place 0 is never given out
         self.tier = PrefixCache(self.places, block_size) if self.cache is not None and places else None
-        if self.cache is not None and self.tier is not None:
-            self.cache.on_forget = self._keep_in_host_memory
+        self.log: CacheLog | None = None  # of what the cache learns and forgets, for whoever asks
+        if self.cache is not None:
+            self.cache.on_forget = self._forget
         self._copies: list[Copy] = []
         self._swap_out: list[Swap] = []
         self._swap_in: list[Swap] = []
@@ -73,6 +75,7 @@ class BlockTables:
     def sequence(self, request: Request, index: int, max_len: int, epoch: int, arrival: float = 0.0, order: int = 0) -> Sequence:
         """A new one, which holds nothing."""
         groups = range(len(self.windows))
+        constraint = None if request.constraint is None else request.constraint.copy()
         return Sequence(
             request,
             index,
@@ -84,6 +87,8 @@ class BlockTables:
             epoch=epoch,
             arrival=arrival,
             order=order,
+            constraint=constraint,
+            mask=None if constraint is None else constraint.mask(),
         )
 
     def advance(self, now: float) -> None:
@@ -285,7 +290,10 @@ class BlockTables:
             for group, blocks in enumerate(sequence.blocks):
                 for i, (key, content) in enumerate(self._hashes(sequence, group, count)):
                     if i >= sequence.named and blocks[i]:
-                        self.cache.publish(key, content, blocks[i])
+                        new = self.cache.publish(key, content, blocks[i])
+                        if new and self.log is not None and group == self.log.group:
+                            salt = sequence.request.salt
+                            self.log.stored(Stored(key, content.parent if i else None, content.tokens, salt))
             sequence.named = count
 
     def pin(self, salt: str, tokens: list[int]) -> int:
@@ -304,19 +312,23 @@ class BlockTables:
         """Forgets all cached blocks that no sequence holds, in host memory too; how many of the pool."""
         if self.cache is None:
             return 0
-        keep, self.cache.on_forget = self.cache.on_forget, lambda *_: None
+        self.cache.on_forget = self._note_forgotten  # host memory forgets, too
         flushed = self.cache.flush()
-        self.cache.on_forget = keep
+        self.cache.on_forget = self._forget
         if self.tier is not None:
             self.tier.flush()
         return flushed
 
     # --- host memory ------------------------------------------------------------------------------------------------
 
-    def _keep_in_host_memory(self, block: int, key: bytes, content: Content) -> None:
-        """`block`, which is about to be given out again, is copied to a place first."""
-        assert self.tier is not None
-        if self.places.num_free and not self.tier.get(key, content):
+    def _note_forgotten(self, block: int, key: bytes, content: Content) -> None:
+        if self.log is not None:
+            self.log.removed(key)
+
+    def _forget(self, block: int, key: bytes, content: Content) -> None:
+        """`block`, which is about to be given out again, is copied to a place first where there is host memory."""
+        self._note_forgotten(block, key, content)
+        if self.tier is not None and self.places.num_free and not self.tier.get(key, content):
             (place,) = self.places.allocate(1)
             self.tier.publish(key, content, place)
             self.places.release([place])

@@ -46,7 +46,8 @@ class Tokenizer:
             text.encode()  # the package's own error does not say what is wrong
         except UnicodeEncodeError as error:
             raise UserError(f"a prompt must be valid Unicode; got a lone surrogate at character {error.start}") from error
-        ids = self.hf.encode(text, add_special_tokens=False).ids
+        (encoded,) = self.hf.encode_batch_fast([text], add_special_tokens=False)  # `encode` would hold the interpreter's lock
+        ids = encoded.ids
         return [*self.prefix, *ids, *self.suffix] if add_special else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

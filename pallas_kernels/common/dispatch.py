@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_kernels.common.layout import check
 from pallas_kernels.common.targets import Chip, chip_for
+from pallas_kernels.common.tuning import Key, tuned
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # as the lowering of JAX names them
 
@@ -16,17 +17,24 @@ def always(spec: Any, chip: Chip | None) -> None:
     """`supports` of a backend that takes everything."""
 
 
+def no_choice(spec: Any, chip: Chip | None) -> Sequence[Any]:
+    """`candidates` of a backend without sizes to choose."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of an op. `why` says in a few words where it is the one to use.
 
     supports(spec, chip) says in one sentence why a call cannot be made, or None; it sees shapes, dtypes and options alone.
+    candidates(spec, chip): configs for the tuner to try, the backend's own first; all of them must compile.
     """
 
     name: str
     platforms: tuple[str, ...]  # of PLATFORMS; empty: every one
     why: str
     supports: Callable[[Any, Chip | None], str | None] = always
+    candidates: Callable[[Any, Chip | None], Sequence[Any]] = no_choice
 
     def refuses(self, spec: Any, platform: str, chip: Chip | None = None) -> str | None:
         """Why it does not run a call on a platform, or None."""
@@ -51,6 +59,13 @@ class Op:
 def choose(op: Op, spec: Any, platform: str, chip: Chip | None = None) -> Backend:
     """The backend that an op uses on a platform when its caller names none: the first that takes the call."""
     return next(backend for backend in op.backends if backend.refuses(spec, platform, chip) is None)
+
+
+def config_for(op: Op, backend: str, key: Key, spec: Any, chip: Chip | None) -> Any | None:
+    """A backend's config for a call: what was measured for one like it, or else the backend's own rule. None for a backend
+    without sizes to choose."""
+    rule = next(b for b in op.backends if b.name == backend).candidates(spec, chip)
+    return tuned(op.name, backend, chip, key, rule[0]) if rule else None
 
 
 def run(

@@ -117,6 +117,13 @@ def heuristic(rows: int, width: int, chip: Chip) -> Config:
     return next((c for c in choices if shared_bytes(rows, width, c) <= chip.fast_memory // 2), choices[-1])
 
 
+def candidates(rows: int, spec: AttentionSpec, chip: Chip) -> list[Config]:
+    """As of the table of backends, for this many rows of queries."""
+    default = heuristic(rows, spec.pool.width, chip)
+    others = [Config(tile, stages) for tile in (32, 64) for stages in (2, 3, 4)]
+    return [default] + [c for c in others if c != default and shared_bytes(rows, spec.pool.width, c) <= chip.fast_memory]
+
+
 def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
     """As of the table of backends."""
     pool = spec.pool
@@ -135,16 +142,26 @@ def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
 
 
 def fetch(
-    walk: Walk, kv_ref: Any, table_ref: Any, place: tuple, row: jax.Array, end: jax.Array, i: jax.Array, slot, memory
+    walk: Walk,
+    kv_ref: Any,
+    table_ref: Any,
+    place: tuple,
+    row: jax.Array,
+    begin: jax.Array,
+    end: jax.Array,
+    i: jax.Array,
+    slot,
+    memory,
 ) -> None:
     """Begins to copy keys and values of the tokens of tile i. kv_ref is the pool as a matrix, a token and head a row; `place` is
-    (the first block of the layer, kv heads, the kv head). Blocks behind the last token's are not read: it stands in for them."""
+    (the first block of the layer, kv heads, the kv head). Blocks without a token from begin to end - 1 are not read: the nearest
+    that has one is copied again in their place."""
     base, kv_heads, head = place
-    last = lax.div(end - 1, jnp.int32(walk.block_size))
+    nearest, last = (lax.div(token, jnp.int32(walk.block_size)) for token in (begin, end - 1))
     for j in range(walk.copies):
         token = i * walk.tile + j * walk.unit
         index, offset = lax.div(token, jnp.int32(walk.block_size)), lax.rem(token, jnp.int32(walk.block_size))
-        block = 2 * (base + table_ref[row, jnp.minimum(index, last)])
+        block = 2 * (base + table_ref[row, jnp.clip(index, nearest, last)])
         for which, ring in ((0, memory["k_ring"]), (1, memory["v_ring"])):
             start = ((block + which) * kv_heads + head) * walk.block_size + offset
             source = kv_ref.at[pl.ds(pl.multiple_of(start, walk.unit), walk.unit)]
@@ -202,14 +219,17 @@ def attend_tiles(
     ahead = walk.stages - 1
     parts = columns(walk.width)
     q = [plgpu.load(q_ref.at[:, part], layout=walk.left, optimized=False) for part in parts]
-    get = lambda i: fetch(walk, kv_ref, table_ref, place, row, end, i, lax.rem(i - first, jnp.int32(walk.stages)), memory)
+    ring = lambda i: lax.rem(i - first, jnp.int32(walk.stages))
+    get = lambda i: fetch(walk, kv_ref, table_ref, place, row, begin, end, i, ring(i), memory)
     for j in range(ahead):
         pl.when(first + j < after)(lambda j=j: get(first + j))
 
     def step(i, carry):
         top, total, acc = carry
-        slot = lax.rem(i - first, jnp.int32(walk.stages))
+        slot = ring(i)
         more = i + ahead < after
+        if walk.tma:
+            plgpu.commit_smem()  # what was read from the slot that is written to next
         pl.when(more)(lambda: get(i + ahead))
         if walk.tma:
             plgpu.barrier_wait(memory["full"].at[slot])

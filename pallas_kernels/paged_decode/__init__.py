@@ -5,25 +5,35 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, run
+from pallas_kernels.common.dispatch import Backend, Op, config_for, run
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_DECODE, attention_spec
-from pallas_kernels.paged_decode import mosaic_gpu_sm80, triton, xla
+from pallas_kernels.common.tuning import attention_key, tuned
+from pallas_kernels.paged_decode import mosaic_gpu, mosaic_gpu_sm80, triton, xla
 from pallas_kernels.paged_decode.reference import reference
 
 __all__ = ["OP", "paged_decode", "reference"]
 
-KERNELS = {"mosaic_gpu_sm80": mosaic_gpu_sm80.decode, "triton": triton.decode}  # by the name of their backend
+KERNELS = {
+    "mosaic_gpu": mosaic_gpu.decode,
+    "mosaic_gpu_sm80": mosaic_gpu_sm80.decode,
+    "triton": triton.decode,
+}  # by the name of their backend
 OP = Op(
     "paged_decode",
     (
+        Backend("mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma", mosaic_gpu.supports),
         Backend(
-            "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has", mosaic_gpu_sm80.supports
+            "mosaic_gpu_sm80",
+            ("cuda",),
+            "products of single warps, as every GPU since Ampere has them",
+            mosaic_gpu_sm80.supports,
+            mosaic_gpu_sm80.candidates,
         ),
-        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", triton.supports),
-        Backend("xla", (), "a loop over blocks with an online softmax"),
+        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", triton.supports, triton.candidates),
+        Backend("xla", (), "a loop over blocks with an online softmax", candidates=xla.candidates),
     ),
     TYPICAL_DECODE,
 )
@@ -67,16 +77,19 @@ def paged_decode(
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
 
     def in_xla(q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
-        long = 4 if q.shape[0] > 8 else 1
+        config = tuned(OP.name, "xla", chip, attention_key(spec), xla.default_config(spec))
         return xla.decode(
-            q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, shared=shared, long=long, **options
+            q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, shared=shared, config=config, **options
         )
 
-    def kernel(entry, q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
-        return entry(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
+    def kernel(name, q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
+        config = config_for(OP, name, attention_key(spec), spec, chip)
+        return KERNELS[name](
+            q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, chip=chip, config=config, **options
+        )
 
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
     args = q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared
-    functions = {name: partial(kernel, entry) for name, entry in KERNELS.items()} | {"xla": in_xla}
+    functions = {name: partial(kernel, name) for name in KERNELS} | {"xla": in_xla}
     out, lse = run(OP, functions, spec, args, backend=backend, platform=platform)
     return (out, lse) if return_lse else out

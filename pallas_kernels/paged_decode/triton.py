@@ -38,6 +38,16 @@ def heuristic(width: int, dtype: str, chip: Chip) -> Config:
     return Config(tile=next((t for t in (64, 32) if t * token <= chip.fast_memory // 2), 16))
 
 
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    if chip is None:
+        return []
+    width, dtype = -(-spec.width // 16) * 16, str(compute_dtype(spec.dtype))
+    default, most = heuristic(width, dtype, chip), chip.fast_memory // (2 * width * jnp.dtype(dtype).itemsize)
+    others = [Config(tile, warps, stages) for tile in (16, 32, 64, 128) for warps in (4, 8) for stages in (2, 3)]
+    return [default] + [c for c in others if c != default and c.tile * c.stages <= most]
+
+
 def pieces(width: int) -> tuple[tuple[int, int], ...]:
     """(start, size) of the pieces of a width that Triton can hold: it knows no sizes but powers of two. 80 is 64 and 16."""
     sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]

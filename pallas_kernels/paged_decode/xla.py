@@ -5,6 +5,8 @@ takes the next pairs, makes a partial softmax of each, and folds them into the s
 long iterations come first and short ones do the rest: an iteration costs the same however few of its pairs are real.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,15 +15,37 @@ from pallas_kernels.common.layout import MASKED, ceil_div, flat_blocks, pad_axis
 from pallas_kernels.common.online import State, attend_span, empty_state, finish
 from pallas_kernels.common.quantized import block_scales, compute_dtype
 from pallas_kernels.common.shared import SharedPrefix
+from pallas_kernels.common.spec import AttentionSpec
+from pallas_kernels.common.targets import Chip
 
 STEP_BYTES = 4 << 20  # K and V moved in a short iteration, at most
 MAX_PAIRS = 32  # of a short iteration
+
+
+@dataclass(frozen=True)
+class Config:
+    pairs: int  # (row, block) pairs that a short iteration takes
+    long: int  # how many times those of a short iteration a long one takes; 1: there are only short ones, and half to compile
 
 
 def pairs_per_step(rows: int, blocks: int, block_bytes: int) -> int:
     """How many (row, block) pairs a short iteration takes: enough to pay for its overhead, few for few rows, whose lists are
     short."""
     return max(1, min(STEP_BYTES // block_bytes, MAX_PAIRS, 4 * rows, rows * blocks))
+
+
+def default_config(spec: AttentionSpec) -> Config:
+    pool = spec.pool
+    block_bytes = 2 * pool.kv_heads * pool.block_size * pool.width * jnp.dtype(spec.dtype).itemsize
+    return Config(pairs_per_step(max(2, spec.rows), spec.blocks, block_bytes), 4 if spec.rows > 8 else 1)
+
+
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    most = max(2, spec.rows) * spec.blocks
+    others = [Config(pairs, long) for pairs in (4, 8, 16, 32, 64) for long in (1, 2, 4, 8) if pairs * long <= most]
+    default = default_config(spec)
+    return [default, *(config for config in others if config != default)]
 
 
 def decode(
@@ -37,9 +61,9 @@ def decode(
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
     shared: SharedPrefix | None,
-    long: int,
+    config: Config,
 ) -> tuple[jax.Array, jax.Array]:
-    """(f32[S, H, D], f32[S, H]); shapes as in the op, `long` as in `attend_pairs`."""
+    """(f32[S, H, D], f32[S, H]); shapes as in the op."""
     wanted, heads, head_width = q.shape
     if wanted == 1:  # with one row XLA:CPU re-lays the whole pool around the gather
         q, block_tables, context_lens = pad_axis(q, 0, 2), pad_axis(block_tables, 0, 2), pad_axis(context_lens, 0, 2)
@@ -56,7 +80,7 @@ def decode(
             turned, q.swapaxes(0, 1), kv, layer, shared.table, jnp.where(shared.member, end - 1, -1), 0, end, **options
         )
         state = jax.tree.map(lambda x: x.swapaxes(0, 1), turned)
-    state = attend_pairs(state, q, kv, layer, block_tables, context_lens, shared, long=long, **options)
+    state = attend_pairs(state, q, kv, layer, block_tables, context_lens, shared, config=config, **options)
     out, lse = finish(state, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
     return out.reshape(rows, heads, width)[:wanted, :, :head_width], lse.reshape(rows, heads)[:wanted]
 
@@ -74,17 +98,14 @@ def attend_pairs(
     window: int | None,
     soft_cap: float | None,
     kv_scales: jax.Array | None,
-    long: int,
+    config: Config,
 ) -> State:
     """The state [S, K, G] of queries q [S, K, G, D'] after all blocks of each row, without those it shares. Rows of length 0 stay
-    as they are. Reads each block once, and writes and reads a copy of it.
-
-    long: how many times the pairs of a short iteration a long one takes; 1: there are only short ones, and half as much to compile.
-    """
+    as they are. Reads each block once, and writes and reads a copy of it."""
     blocks, _, kv_heads, block_size, width = kv.shape[1:]
     rows = q.shape[0]
-    few = pairs_per_step(rows, block_tables.shape[1], 2 * kv_heads * block_size * width * kv.dtype.itemsize)
-    many = few * long
+    few = min(config.pairs, rows * block_tables.shape[1])
+    many = few * config.long
     flat = flat_blocks(kv)
     begin = jnp.zeros_like(context_lens) if window is None else jnp.maximum(context_lens - window, 0)
     if shared is not None:
@@ -120,7 +141,7 @@ def attend_pairs(
         return tuple(lax.dynamic_update_slice_in_dim(x, new, base, 0) for x, new in zip(carry, (new_top, total, acc), strict=True))
 
     rounds = jnp.int32(0)
-    if long > 1:
+    if config.long > 1:
         rounds = lax.div(total, jnp.int32(many))
         state = lax.fori_loop(0, rounds, lambda i, c: step(i * many, many, c), state)
     left = ceil_div(total - rounds * many, few)

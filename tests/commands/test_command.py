@@ -32,11 +32,11 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys: pytest.CaptureFixture[str], compile_cache: str) -> Run:
     """Runs a command on small shapes; (exit code, stdout, stderr)."""
 
     def call(name: str, *args: str, shapes: list[str] = SHAPES) -> tuple[int, str, str]:
-        engine = [*shapes, "--compile-cache", str(jax.config.jax_compilation_cache_dir)] if name not in ("convert",) else []
+        engine = [*shapes, "--compile-cache", compile_cache] if name not in ("convert",) else []
         code = main([name, *engine, *args])
         out, err = capsys.readouterr()
         return code, out, err

@@ -1,0 +1,65 @@
+"""What is compiled for every chip, whatever was tuned."""
+
+from dataclasses import replace
+
+from pallas_kernels.common.dispatch import Backend, Op
+from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.tuning import Entry, config_of
+from pallas_kernels.workload import Attention, Load, Write
+
+DECODE, PREFILL = Attention(64, 8192, layers=2), Attention(8, 8192, layers=2, new=256)
+WRITE = Write(64, 2048, layers=2)
+SHORT: dict[str, tuple[Load, ...]] = {
+    "paged_decode": (DECODE, replace(DECODE, dtype="float8_e4m3fn", scales="token")),
+    "paged_attention": (PREFILL, replace(PREFILL, dtype="int8", scales="tensor", window=1024)),
+    "kv_write": (WRITE, replace(WRITE, dtype="int8", scales="token", new=32)),
+}
+SIZES = (
+    *({"width": width, "group": group} for width, group in ((64, 8), (80, 1), (96, 5), (192, 2), (256, 2))),
+    {"kv_heads": 32, "group": 1},
+    {"kv_heads": 1, "group": 32},
+    {"kv_heads": 1, "group": 7, "width": 64},
+    *({"block_size": size} for size in (16, 32, 128, 256)),
+    {"rows": 1},
+    {"window": 1024},
+    {"dtype": "float32"},
+    {"dtype": "float16"},
+    *({"dtype": "int8", "scales": scales} for scales in ("tensor", "token")),
+    *({"dtype": "float8_e4m3fn", "scales": scales} for scales in ("none", "tensor", "token")),
+    {"dtype": "float8_e4m3fn", "scales": "token", "width": 256, "group": 2},
+)
+
+
+def loads_of(op: Op, short: bool) -> list[Load]:
+    """Of an op, one of each kind; [] for an op that is not known here."""
+    some = SHORT.get(op.name, ())
+    if short or not some:
+        return list(some)
+    base, found = some[0], list(some)
+    for size in SIZES:
+        if isinstance(base, Write):
+            size = {name: value for name, value in size.items() if name not in ("group", "window")}
+        load = replace(base, **size)  # pyright: ignore[reportArgumentType]
+        if load not in found:
+            found.append(load)
+    return found
+
+
+def load_of_entry(op: Op, entry: Entry) -> Load | None:
+    """A call that looks up this entry of the op's tuned.json; None where it holds no sizes of an op on the pool."""
+    kind = {"paged_decode": Attention, "paged_attention": Attention, "kv_write": Write}.get(op.name)
+    try:
+        size, shape = 1 << entry["bucket"], dict(entry["shape"])
+        if kind is Write:
+            return Write(rows=1, context=max(size, shape["block_size"]), new=size, **shape)
+        context = min(size, 32768)
+        new = {"ragged": True, "new": min(256, context)} if op.name == "paged_attention" else {}
+        return None if kind is None else Attention(rows=max(1, size // context), context=context, **new, **shape)
+    except (KeyError, TypeError):
+        return None
+
+
+def config_of_entry(entry: Entry, backend: Backend, load: Load, chip: Chip) -> object | None:
+    """The config that the entry means, or None."""
+    some = backend.candidates(load.spec, chip)
+    return config_of(entry, some[0]) if some else None

@@ -1,0 +1,152 @@
+"""Measures what sizes suit an op on the device at hand, and writes them where the ops look them up:
+
+    python -m pallas_kernels.tune paged_decode
+    python -m pallas_kernels.tune paged_decode --load rows=1,context=32768,dtype=float8_e4m3fn --out tuned.json
+
+Every candidate of every backend that takes the call is compiled and measured; what does not compile is told and left out.
+"""
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels import OPS
+from pallas_kernels.common.dispatch import Backend
+from pallas_kernels.common.targets import Chip, chip_for, platform_of
+from pallas_kernels.common.tuning import ROOT, Entry, chip_name, save, trying
+from pallas_kernels.measure import seconds_of, with_donation
+from pallas_kernels.workload import Attention, Load, Write
+
+SERVING = ((64, 8192), (16, 4096), (1, 32768), (256, 512))  # rows and context
+SMALL = ((32, 256), (8, 1024), (1, 1024))  # for a CPU
+GAIN = 0.02  # a candidate that saves less than this share of the time is not worth the name
+
+
+@dataclass(frozen=True)
+class Trial:
+    config: Any
+    seconds: float
+
+
+def default_loads(op: str, platform: str) -> list[Load]:
+    """What is tuned when nobody says what for."""
+    shapes = SMALL if platform == "cpu" else SERVING
+    dtypes = ("float32", "bfloat16") if platform == "cpu" else ("bfloat16", "float8_e4m3fn")
+    block = 16 if platform == "cpu" else 128 if platform == "tpu" else 64
+    sizes = [{"rows": rows, "context": context, "block_size": block, "dtype": d} for d in dtypes for rows, context in shapes]
+    if op == "kv_write":
+        return [Write(**size) for size in sizes]
+    if op == "paged_attention":
+        new = [256] if platform == "cpu" else [512, 2048]
+        return [Attention(**size, new=n, ragged=True) for size in sizes for n in new if n <= size["context"] and size["rows"] <= 16]
+    return [Attention(**size) for size in sizes]
+
+
+def load_of(op: str, text: str) -> Load:
+    """ "rows=64,context=8192,dtype=int8" as a call of the op; ValueError for what is none."""
+    kind = Write if op == "kv_write" else Attention
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {"ragged": True} if op == "paged_attention" else {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in fields or not value:
+            raise ValueError(f"a load must be name=value pairs of {', '.join(fields)}; got {part}")
+        values[name] = value if name in ("dtype", "scales") else int(value)
+    if not {"rows", "context"} <= values.keys():
+        raise ValueError(f"a load must have rows and context; got {text}")
+    return kind(**values)
+
+
+def try_all(load: Load, backend: Backend, chip: Chip | None, budget: float, say: Callable[[str], None]) -> list[Trial]:
+    """Every candidate that compiles, in the order of the backend, which begins with what it takes by rule."""
+    trials, args = [], load.arguments()
+    for config in backend.candidates(load.spec, chip):
+        call = load.function(backend.name)
+        try:
+            with trying(load.op, backend.name, config):
+                compiled = jax.jit(call, donate_argnums=load.donate).lower(*args).compile()
+            seconds = seconds_of(with_donation(compiled, args, load.donate), budget=budget)
+        except Exception as error:  # compilers raise what they like
+            say(f"  {config}: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
+            continue
+        finally:
+            if load.donate:
+                args = load.arguments()
+        say(f"  {config}: {seconds * 1e6:.1f} us, {load.bytes_floor / seconds / 1e9:.1f} GB/s")
+        trials.append(Trial(config, seconds))
+    return trials
+
+
+def best_of(trials: Sequence[Trial]) -> Trial:
+    """The fastest, or the first, which is the backend's own rule, where the fastest gains next to nothing."""
+    fastest = min(trials, key=lambda trial: trial.seconds)
+    return trials[0] if trials[0].seconds <= fastest.seconds * (1 + GAIN) else fastest
+
+
+def entry_of(load: Load, backend: Backend, chip: Chip | None, trial: Trial, device: str, command: str) -> Entry:
+    return {
+        "backend": backend.name,
+        "chip": chip_name(chip),
+        "shape": dict(load.key.shape),
+        "bucket": load.key.bucket,
+        "config": dataclasses.asdict(trial.config),
+        "provenance": {
+            "device": device,
+            "gb_s": round(load.bytes_floor / trial.seconds / 1e9, 2),
+            "jax": jax.__version__,
+            "command": command,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0; 1 where nothing could be measured."""
+    parser = argparse.ArgumentParser(
+        prog="pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("op", choices=[op.name for op in OPS])
+    parser.add_argument("--backend", help="only this one; default: all that have sizes to choose")
+    parser.add_argument("--load", action="append", metavar="rows=R,context=C,…", help="what to tune for; may be given again")
+    parser.add_argument("--out", type=Path, help="default: the tuned.json of the op")
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds to measure a candidate for (default: 0.5)")
+    args = parser.parse_args(argv)
+    op = next(op for op in OPS if op.name == args.op)
+    device = jax.devices()[0]
+    platform = platform_of(device)
+    chip = chip_for(platform)
+    name = device.device_kind if platform != "cpu" else f"{device.device_kind}, {os.cpu_count()} cores"
+    command = shlex.join(["python", "-m", "pallas_kernels.tune", *(sys.argv[1:] if argv is None else argv)])
+    if args.backend is not None and args.backend not in [b.name for b in op.backends]:
+        parser.error(f"--backend must be one of {', '.join(b.name for b in op.backends)}; got {args.backend}")
+    try:
+        loads = [load_of(op.name, text) for text in args.load] if args.load else default_loads(op.name, platform)
+    except ValueError as error:
+        parser.error(str(error))
+    entries = []
+    for load in loads:
+        for backend in op.backends:
+            if args.backend in (None, backend.name) and not backend.refuses(load.spec, platform, chip):
+                print(f"{load.name}, {backend.name} on {name}", flush=True)
+                trials = try_all(load, backend, chip, args.budget, lambda text: print(text, flush=True))
+                if trials:
+                    best = best_of(trials)
+                    entries.append(entry_of(load, backend, chip, best, name, command))
+                    print(f"  best: {best.config}, {trials[0].seconds / best.seconds:.2f} times as fast as by rule")
+    out = args.out or ROOT / op.name / "tuned.json"
+    save(out, entries)
+    print(f"{out}: {len(entries)} entries")
+    return 0 if entries else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What stands before every method: who calls, and how what goes wrong is told."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pagedjax.errors import EngineStopped, UserError
+from serving.auth import Caller, Keys, authenticate
+from serving.errors import Refusal, refusal
+from serving.log import LOG
+from serving.rpc import status
+
+OPEN = ("/grpc.health.v1.Health/",)  # asked by who has no key
+_caller: ContextVar[Caller] = ContextVar("caller")
+
+
+def caller() -> Caller:
+    """Who the call that is being served comes from."""
+    return _caller.get()
+
+
+def deadline(context: grpc.aio.ServicerContext) -> float | None:
+    """The client's deadline, as time.monotonic()."""
+    left = context.time_remaining()
+    return None if left is None else time.monotonic() + left
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Lets in who has a key, and turns a Refusal that a method raises into a status."""
+
+    def __init__(self, keys: Keys):
+        self._keys = keys
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(OPEN):
+            return handler
+        denied = None
+        try:
+            _caller.set(_authenticate(self._keys, handler_call_details.invocation_metadata))
+        except Refusal as error:
+            denied = error
+        return _guarded(handler, denied)
+
+
+def _authenticate(keys: Keys, metadata: Any) -> Caller:
+    found: dict[str, str] = {}
+    for name, value in metadata or ():
+        if name in ("authorization", "x-api-key", "x-tenant", "x-priority"):
+            found.setdefault(name, value)
+    credentials = (found.get("authorization", ""), found.get("x-api-key", ""))
+    return authenticate(keys, credentials, found.get("x-tenant", ""), found.get("x-priority", ""))
+
+
+def _guarded(handler: Any, denied: Refusal | None) -> Any:
+    """The same method behind the guard; one that answers in a stream stays one, or the call would break."""
+    codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+    if handler.response_streaming:
+        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            try:
+                if denied is not None:
+                    raise denied
+                async with contextlib.aclosing(inner(request, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+            except Exception as error:
+                await _tell(context, error)
+
+        make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        return make(stream, **codec)
+    inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+
+    async def single(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            if denied is not None:
+                raise denied
+            return await inner(request, context)
+        except Exception as error:
+            await _tell(context, error)
+
+    make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+    return make(single, **codec)
+
+
+async def _tell(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    """Always raises."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, Refusal | UserError | EngineStopped):
+        LOG.exception("a method failed", exc_info=error)
+    await status.abort(context, refusal(error))

@@ -1,0 +1,85 @@
+"""The tuner: run for real on this CPU, and with a candidate that does not compile."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from pallas_kernels import OPS, tune
+from pallas_kernels.common import tuning
+from pallas_kernels.common.dispatch import Backend
+from pallas_kernels.common.tuning import complaints, load, look_up
+from pallas_kernels.paged_decode import xla
+from pallas_kernels.tune import Trial, best_of, entry_of, load_of, main, try_all
+from pallas_kernels.workload import Attention, Write
+
+SMALL = "rows=3,context=40,kv_heads=1,group=2,width=8,block_size=16,dtype=float32"
+
+
+def test_what_it_writes_is_what_the_op_looks_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    out, spec = tmp_path / "tuned.json", load_of("paged_decode", SMALL).spec
+    few = xla.candidates(spec, None)[:3]
+    monkeypatch.setattr(
+        tune, "OPS", (dataclasses.replace(tune.OPS[0], backends=(Backend("xla", (), "", candidates=lambda *_: few),)),)
+    )
+    seconds = iter((3e-3, 1e-3, 2e-3))
+    compiled = []
+    monkeypatch.setattr(tune, "with_donation", lambda f, *_: compiled.append(f.as_text()))
+    monkeypatch.setattr(tune, "seconds_of", lambda *_, **__: next(seconds))
+    assert main(["paged_decode", "--load", SMALL, "--out", str(out)]) == 0
+    assert "3.00 times as fast as by rule" in capsys.readouterr().out
+    assert len(set(compiled)) == 3  # every candidate is another program
+    (entry,) = json.loads(out.read_text())
+    assert complaints(entry) == [] and entry["chip"] == "cpu" and entry["provenance"]["jax"] == jax.__version__
+    assert entry["provenance"]["command"] == f"python -m pallas_kernels.tune paged_decode --load {SMALL} --out {out}"
+    key = load_of("paged_decode", SMALL).key
+    assert look_up(load(out), "xla", "cpu", key, xla.default_config(spec)) == few[1] != few[0]
+    assert look_up([], "xla", "cpu", key, xla.default_config(spec)) == few[0]
+
+
+def test_it_measures(tmp_path: Path):
+    """The whole command, on one call and all of its candidates."""
+    out = tmp_path / "tuned.json"
+    text = "rows=2,context=16,kv_heads=1,group=1,width=8,block_size=16,dtype=float32"
+    assert main(["paged_decode", "--load", text, "--out", str(out), "--budget", "0.001"]) == 0
+    (entry,) = json.loads(out.read_text())
+    assert entry["provenance"]["gb_s"] >= 0 and entry["bucket"] == 5
+
+
+def test_a_candidate_that_fails_is_told_and_left_out():
+    said = []
+    broken = Backend("xla", (), "", candidates=lambda spec, chip: [xla.Config(0, 1), xla.Config(2, 1)])
+    (trial,) = try_all(load_of("paged_decode", SMALL), broken, None, 0.001, said.append)  # pyright: ignore[reportArgumentType]
+    assert trial.config == xla.Config(2, 1)
+    assert "Config(pairs=0, long=1): " in said[0] and "Error" in said[0] and "GB/s" in said[1]
+
+
+def test_the_rule_stays_unless_something_gains():
+    rule, little, much = Trial("rule", 1.0), Trial("little", 0.99), Trial("much", 0.9)
+    assert best_of([rule, little]) is rule
+    assert best_of([rule, little, much]) is much
+
+
+def test_loads_are_read():
+    assert load_of("kv_write", "rows=2,context=64,scales=token,dtype=int8") == Write(2, 64, scales="token", dtype="int8")
+    assert load_of("paged_attention", "rows=2,context=64") == Attention(2, 64, ragged=True)
+    with pytest.raises(ValueError, match="a load must be name=value pairs of rows, context, .*; got row=2"):
+        load_of("paged_decode", "row=2,context=3")
+    with pytest.raises(ValueError, match="a load must have rows and context; got rows=2"):
+        load_of("paged_decode", "rows=2")
+    with pytest.raises(SystemExit):
+        main(["paged_decode", "--backend", "none"])
+
+
+def test_the_op_takes_what_is_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    call = load_of("paged_decode", SMALL)
+    (tmp_path / "paged_decode").mkdir()
+    monkeypatch.setattr(tuning, "ROOT", tmp_path)
+    programs = []
+    for config in (xla.Config(1, 1), xla.Config(4, 2)):
+        entry = entry_of(call, OPS[0].backends[-1], None, Trial(config, 1.0), "a machine", "a command")
+        tuning.save(tmp_path / "paged_decode" / "tuned.json", [entry])
+        programs.append(jax.jit(call.function(None)).lower(*call.shapes()).as_text())
+    assert programs[0] != programs[1]
