@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.compat import save
 from pallas_kernels.common.layout import LOWEST, MASKED
 from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.splits import LOG2E
@@ -219,7 +220,7 @@ def attend_tiles(
     ahead = walk.stages - 1
     parts = columns(walk.width)
     q = [plgpu.load(q_ref.at[:, part], layout=walk.left, optimized=False) for part in parts]
-    ring = lambda i: lax.rem(i - first, jnp.int32(walk.stages))
+    ring = lambda i: lax.rem(i - first, jnp.int32(walk.stages))  # the place of a tile in it
     get = lambda i: fetch(walk, kv_ref, table_ref, place, row, begin, end, i, ring(i), memory)
     for j in range(ahead):
         pl.when(first + j < after)(lambda j=j: get(first + j))
@@ -254,8 +255,7 @@ def attend_tiles(
 
         return new_top, total, [gather(one, part) for one, part in zip(acc, parts, strict=True)]
 
-    by_row = walk.matrix.reduce(1)
-    state = (plgpu.layout_cast(jnp.full((walk.rows,), x, jnp.float32), by_row) for x in (LOWEST, 0.0))
+    state = (plgpu.layout_cast(jnp.full((walk.rows,), x, jnp.float32), walk.matrix.reduce(1)) for x in (LOWEST, 0.0))
     return lax.fori_loop(first, after, step, (*state, [zeros(walk, part.size) for part in parts]))
 
 
@@ -273,5 +273,5 @@ def result(walk: Walk, top: jax.Array, total: jax.Array, acc: list[jax.Array]) -
 def store(walk: Walk, out_ref: Any, lse_ref: Any, out: list[jax.Array], lse: jax.Array) -> None:
     """Writes what `result` gives: out_ref f32[rows, D'], lse_ref f32[rows]."""
     for one, part in zip(out, columns(walk.width), strict=True):
-        plgpu.store(out_ref.at[:, part], one, optimized=False)
-    plgpu.store(lse_ref, lse, optimized=False)
+        save(out_ref.at[:, part], one)
+    save(lse_ref, lse)

@@ -4,6 +4,7 @@ interpreter has none by cp.async, and there is no other difference). A few sharp
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -150,6 +151,7 @@ def test_attention(name):
     check_attention(KERNELS[kernel], case, KERNELS[kernel].attend_config)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the interpreter of JAX 0.11 does not see it")
 def test_a_race_would_be_seen(monkeypatch):
     """The control of the kernels of warps: without the wait for a copy they read what may not be there."""
     monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None)
@@ -177,8 +179,8 @@ def test_blocks_outside_the_window_are_not_copied_and_others_once(monkeypatch, b
     args, _, _ = inputs(case, case.lens, (1, 1), 2)
     if begin is not None:
         monkeypatch.setattr(decode_warps, "tile_span", lambda begin, *rest: tile_span(jnp.int32(0), *rest))
-        original = mma.fetch
-        monkeypatch.setattr(mma, "fetch", lambda *args: original(*args[:5], jnp.int32(0), *args[6:]))
+        early = lambda original, *args: original(*args[:5], jnp.int32(0), *args[6:])
+        monkeypatch.setattr(mma, "fetch", partial(early, mma.fetch))
     copies = count_copies(monkeypatch, block)
     fixed = {"chip": chip("sm_100"), "config": mma.Config(32, 2), "num_splits": 2, "interpret": plgpu.InterpretGPUParams()}
     options = {"scale": 1.0, "window": 40, "soft_cap": None, "sinks": None, "kv_scales": None}
