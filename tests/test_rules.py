@@ -22,7 +22,12 @@ FUNCTION_LINES = 60
 KERNEL = re.compile(r"pallas_kernels/\w+/(xla|triton|mosaic_\w+)\.py")  # a kernel's body may be longer
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")  # by protoc
 WORDS = ("Manager", "Helper", "Util", "Base", "Handler")
-BY_NAME = ("pagedjax/__init__.py", "pagedjax/cli.py", "checkpoints/open.py")  # load modules by name, when they are asked for
+BY_NAME = (
+    "pagedjax/__init__.py",
+    "pagedjax/cli.py",
+    "checkpoints/open.py",
+    "pallas_kernels/common/dispatch.py",
+)  # load modules by name, when they are asked for
 
 # Who may import what of this project: itself, and these. What is not listed here may import anything but the entry points.
 EDGES = {
@@ -51,7 +56,7 @@ MAY_ENTER = {
     "serving": ("pagedjax.llm", "pagedjax.loop"),
     "pagedjax.__main__": ("pagedjax.cli",),
     "pagedjax.cli": ("serving.config",),
-    "bench": ("pagedjax.llm", "pagedjax.loop", "checkpoints"),
+    "bench": ("pagedjax.llm", "pagedjax.loop", "checkpoints", "serving"),
 }
 NO_JAX = (
     "pagedjax.errors",

@@ -1,5 +1,6 @@
 """Which backend of an op runs where. The ops dispatch by these tables, and reports read the same ones."""
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,19 @@ from jax import lax
 
 from pallas_kernels.common.layout import check
 from pallas_kernels.common.targets import Chip, chip_for
-from pallas_kernels.common.tuning import Key, tuned
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # as the lowering of JAX names them
+
+
+class Later:
+    """A module that is imported when something of it is asked for: kernels of other platforms cost a start nothing (those of Mosaic
+    GPU take a second to import)."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 def always(spec: Any, chip: Chip | None) -> None:
@@ -35,6 +46,7 @@ class Backend:
     why: str
     supports: Callable[[Any, Chip | None], str | None] = always
     candidates: Callable[[Any, Chip | None], Sequence[Any]] = no_choice
+    module: Any = None  # of a kernel: where its entry function is
 
     def refuses(self, spec: Any, platform: str, chip: Chip | None = None) -> str | None:
         """Why it does not run a call on a platform, or None."""
@@ -46,6 +58,20 @@ class Backend:
         return self.supports(spec, chip)
 
 
+def kernel(package: str, name: str, platforms: tuple[str, ...], why: str) -> Backend:
+    """The backend whose `supports`, whose `candidates`, if it has some, and whose entry function are in the module of this name in
+    the op's package."""
+    module = Later(f"{package}.{name}")
+
+    def supports(spec: Any, chip: Chip | None) -> str | None:
+        return module.supports(spec, chip)
+
+    def candidates(spec: Any, chip: Chip | None) -> Sequence[Any]:
+        return getattr(module, "candidates", no_choice)(spec, chip)
+
+    return Backend(name, platforms, why, supports, candidates, module)
+
+
 @dataclass(frozen=True)
 class Op:
     """An operation: its backends, the one to prefer first, and the last takes every call. `typical` is a call to speak of when
@@ -55,17 +81,18 @@ class Op:
     backends: tuple[Backend, ...]
     typical: Any
 
+    def entries(self, name: str, call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+        """For `run`: of each kernel by name, `call` with the kernel's entry function (`name`, in its module) as first argument."""
+
+        def one(module: Any) -> Callable[..., Any]:
+            return lambda *args, chip: call(getattr(module, name), *args, chip=chip)
+
+        return {backend.name: one(backend.module) for backend in self.backends if backend.module is not None}
+
 
 def choose(op: Op, spec: Any, platform: str, chip: Chip | None = None) -> Backend:
     """The backend that an op uses on a platform when its caller names none: the first that takes the call."""
     return next(backend for backend in op.backends if backend.refuses(spec, platform, chip) is None)
-
-
-def config_for(op: Op, backend: str, key: Key, spec: Any, chip: Chip | None) -> Any | None:
-    """A backend's config for a call: what was measured for one like it, or else the backend's own rule. None for a backend
-    without sizes to choose."""
-    rule = next(b for b in op.backends if b.name == backend).candidates(spec, chip)
-    return tuned(op.name, backend, chip, key, rule[0]) if rule else None
 
 
 def run(

@@ -20,6 +20,7 @@ from pallas_kernels.common.layout import LOWEST, MASKED
 from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.splits import LOG2E
 from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.tuning import attention_key, tuned
 
 PIECE = 64  # columns
 
@@ -116,6 +117,13 @@ def heuristic(rows: int, width: int, chip: Chip) -> Config:
     """The deepest ring of the largest tiles of which two programs have room on a core."""
     choices = [Config(tile, stages) for tile in (64, 32) for stages in (3, 2)]
     return next((c for c in choices if shared_bytes(rows, width, c) <= chip.fast_memory // 2), choices[-1])
+
+
+def config_of(op: str, rows: int, spec: AttentionSpec, chip: Chip) -> Config:
+    """What was measured for such calls, if this one has room for it, or else `heuristic`."""
+    default = heuristic(rows, spec.pool.width, chip)
+    config = tuned(op, "mosaic_gpu_sm80", chip, attention_key(spec), default)
+    return config if shared_bytes(rows, spec.pool.width, config) <= chip.fast_memory else default
 
 
 def candidates(rows: int, spec: AttentionSpec, chip: Chip) -> list[Config]:

@@ -5,11 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, run
+from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.spec import TYPICAL_WRITE, WriteSpec
-from pallas_kernels.kv_write import mosaic_gpu, xla
+from pallas_kernels.kv_write import xla
 from pallas_kernels.kv_write.reference import reference
 
 __all__ = ["OP", "kv_write", "reference"]
@@ -17,10 +17,9 @@ __all__ = ["OP", "kv_write", "reference"]
 OP = Op(
     "kv_write",
     (
+        kernel(__name__, "mosaic_tpu", ("tpu",), "rewrites the tiles of memory that tokens are in"),
         Backend("xla_blocks", ("tpu",), "rewrites whole blocks: there XLA copies the pool for a write of single tokens"),
-        Backend(
-            "mosaic_gpu", ("cuda",), "one launch, in which an 8-bit pool's numbers and scales are made, too", mosaic_gpu.supports
-        ),
+        kernel(__name__, "mosaic_gpu", ("cuda",), "one launch, in which an 8-bit pool's numbers and scales are made, too"),
         Backend("xla_tokens", (), "scatters single tokens, which is in place here"),
     ),
     TYPICAL_WRITE,
@@ -66,8 +65,8 @@ def kv_write(
     def blocks(kv, k, v, layer, slots, kv_scales, chip):
         return xla.write(functools.partial(xla.write_blocks, num_rows=num_rows), kv, k, v, layer, slots, kv_scales)
 
-    def in_mosaic_gpu(kv, k, v, layer, slots, kv_scales, chip):
-        return mosaic_gpu.write(kv, k, v, layer, slots, num_rows=num_rows, kv_scales=kv_scales, chip=chip)
+    def in_kernel(entry, kv, k, v, layer, slots, kv_scales, chip):
+        return entry(kv, k, v, layer, slots, kv_scales=kv_scales, chip=chip)
 
-    functions = {"mosaic_gpu": in_mosaic_gpu, "xla_tokens": tokens, "xla_blocks": blocks}
+    functions = OP.entries("write", in_kernel) | {"xla_tokens": tokens, "xla_blocks": blocks}
     return run(OP, functions, spec, (kv, k, v, layer, slots, kv_scales), backend=backend, platform=platform)

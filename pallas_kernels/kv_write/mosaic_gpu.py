@@ -80,7 +80,6 @@ def write(
     layer: jax.Array,
     slots: jax.Array,
     *,
-    num_rows: int,
     kv_scales: jax.Array | None,
     chip: Chip,
     interpret: Any = False,

@@ -1,38 +1,25 @@
 """paged_attention: rows of any number of query tokens, decode and prefill mixed, against their contexts in the pool."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, config_for, run
+from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
-from pallas_kernels.common.tuning import attention_key
-from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_sm80, triton, xla
+from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.reference import reference
 
 __all__ = ["OP", "paged_attention", "reference"]
 
-KERNELS = {
-    "mosaic_gpu": mosaic_gpu.attend,
-    "mosaic_gpu_sm80": mosaic_gpu_sm80.attend,
-    "triton": triton.attend,
-}  # by the name of their backend
 OP = Op(
     "paged_attention",
     (
-        Backend("mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma", mosaic_gpu.supports),
-        Backend(
-            "mosaic_gpu_sm80",
-            ("cuda",),
-            "products of single warps, as every GPU since Ampere has them",
-            mosaic_gpu_sm80.supports,
-            mosaic_gpu_sm80.candidates,
-        ),
-        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", triton.supports, triton.candidates),
+        kernel(__name__, "mosaic_tpu", ("tpu",), "tiles of queries over blocks that are read ahead"),
+        kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
+        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
         Backend("xla", (), "a loop over blocks with an online softmax"),
     ),
     TYPICAL_ATTENTION,
@@ -81,12 +68,11 @@ def paged_attention(
         rows = block_tables, context_lens, query_start, num_decode
         return xla.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, shared=shared, **options)
 
-    def kernel(name, q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
+    def in_kernel(entry, q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
         rows = block_tables, context_lens, query_start, num_decode
-        config = config_for(OP, name, attention_key(spec), spec, chip)
-        return KERNELS[name](q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, config=config, **options)
+        return entry(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
 
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
     args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared
-    functions = {name: partial(kernel, name) for name in KERNELS} | {"xla": in_xla}
+    functions = OP.entries("attend", in_kernel) | {"xla": in_xla}
     return run(OP, functions, spec, args, backend=backend, platform=platform)

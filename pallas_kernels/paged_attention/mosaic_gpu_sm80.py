@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mma
 from pallas_kernels.common.compat import traced_for
-from pallas_kernels.common.layout import ceil_div, pad_axis, take
-from pallas_kernels.common.mma import Config, Softmax, Walk, attend_tiles, heuristic, result, scratch, store, supports
-from pallas_kernels.common.spec import AttentionSpec
+from pallas_kernels.common.layout import ceil_div, check_pool, pad_axis, take
+from pallas_kernels.common.mma import Config, Softmax, Walk, attend_tiles, result, scratch, store, supports
+from pallas_kernels.common.spec import AttentionSpec, attention_spec
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tiles import places_in, tiles_of
@@ -57,7 +57,8 @@ def attend(
     blocks, _, kv_heads, block_size, width = kv.shape[1:]
     rows, group = block_tables.shape[0], heads // kv_heads
     size = ROWS // group  # tokens of a tile
-    chosen = config or heuristic(ROWS, width, chip)
+    spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, "none")
+    chosen = config or mma.config_of("paged_attention", ROWS, spec, chip)
     tma = chip.name != "sm_80"
     walk = Walk(ROWS, chosen.tile, chosen.stages, block_size, width, str(kv.dtype), tma, bool(interpret))
     tiles = tiles_of(query_start, context_lens, num_decode, tokens, size)

@@ -14,12 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.common.compat import traced_for
-from pallas_kernels.common.layout import ceil_div, pad_axis
+from pallas_kernels.common.layout import ceil_div, check_pool, pad_axis
 from pallas_kernels.common.quantized import compute_dtype
-from pallas_kernels.common.spec import AttentionSpec
+from pallas_kernels.common.spec import AttentionSpec, attention_spec
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tiles import tiles_of
+from pallas_kernels.common.tuning import attention_key, tuned
 from pallas_kernels.paged_decode import triton as one
 from pallas_kernels.paged_decode.triton import supports
 
@@ -99,7 +100,10 @@ def attend(
     kv_heads, rows = kv.shape[3], block_tables.shape[0]
     group, width = heads // kv_heads, -(-head_width // 16) * 16
     compute = compute_dtype(kv.dtype)
-    config = config or heuristic(group, width, str(compute), chip)
+    kind = "none" if kv_scales is None else "token" if kv_scales.ndim > 1 else "tensor"
+    spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, kind)
+    default = heuristic(group, width, str(compute), chip)
+    config = config or tuned("paged_attention", "triton", chip, attention_key(spec), default)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     tiles = tiles_of(query_start, context_lens, num_decode, tokens, config.rows // group)
     scales = jnp.ones(2, jnp.float32) if kv_scales is None else kv_scales

@@ -1,38 +1,26 @@
 """paged_decode: one query token a row against the row's context in the pool."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, config_for, run
+from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_DECODE, attention_spec
 from pallas_kernels.common.tuning import attention_key, tuned
-from pallas_kernels.paged_decode import mosaic_gpu, mosaic_gpu_sm80, triton, xla
+from pallas_kernels.paged_decode import xla
 from pallas_kernels.paged_decode.reference import reference
 
 __all__ = ["OP", "paged_decode", "reference"]
 
-KERNELS = {
-    "mosaic_gpu": mosaic_gpu.decode,
-    "mosaic_gpu_sm80": mosaic_gpu_sm80.decode,
-    "triton": triton.decode,
-}  # by the name of their backend
 OP = Op(
     "paged_decode",
     (
-        Backend("mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma", mosaic_gpu.supports),
-        Backend(
-            "mosaic_gpu_sm80",
-            ("cuda",),
-            "products of single warps, as every GPU since Ampere has them",
-            mosaic_gpu_sm80.supports,
-            mosaic_gpu_sm80.candidates,
-        ),
-        Backend("triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call", triton.supports, triton.candidates),
+        kernel(__name__, "mosaic_tpu", ("tpu",), "reads each block once, ahead of the arithmetic"),
+        kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
+        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
         Backend("xla", (), "a loop over blocks with an online softmax", candidates=xla.candidates),
     ),
     TYPICAL_DECODE,
@@ -82,14 +70,11 @@ def paged_decode(
             q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, shared=shared, config=config, **options
         )
 
-    def kernel(name, q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
-        config = config_for(OP, name, attention_key(spec), spec, chip)
-        return KERNELS[name](
-            q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, chip=chip, config=config, **options
-        )
+    def in_kernel(entry, q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
+        return entry(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
 
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
     args = q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared
-    functions = {name: partial(kernel, name) for name in KERNELS} | {"xla": in_xla}
+    functions = OP.entries("decode", in_kernel) | {"xla": in_xla}
     out, lse = run(OP, functions, spec, args, backend=backend, platform=platform)
     return (out, lse) if return_lse else out

@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mma
 from pallas_kernels.common.compat import traced_for
-from pallas_kernels.common.layout import pad_axis
-from pallas_kernels.common.mma import Config, Softmax, Walk, attend_tiles, heuristic, result, rows_for, scratch, store, supports
-from pallas_kernels.common.spec import AttentionSpec
+from pallas_kernels.common.layout import check_pool, pad_axis
+from pallas_kernels.common.mma import Config, Softmax, Walk, attend_tiles, result, rows_for, scratch, store, supports
+from pallas_kernels.common.spec import AttentionSpec, attention_spec
 from pallas_kernels.common.splits import default_splits, merge, tile_span
 from pallas_kernels.common.targets import Chip
 
@@ -50,7 +50,8 @@ def decode(
     group = heads // kv_heads
     assert kv_scales is None, "supports() takes no pool with scales"
     packed = rows_for(group, width)
-    config = config or heuristic(packed, width, chip)
+    spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, "none")
+    config = config or mma.config_of("paged_decode", packed, spec, chip)
     walk = Walk(
         rows=packed,
         tile=config.tile,

@@ -7,18 +7,25 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import OPS, kv_write
 from pallas_kernels.common.dispatch import PLATFORMS, Backend, Op, choose, run
+from pallas_kernels.common.layout import PoolShape
+from pallas_kernels.common.spec import WriteSpec
 from pallas_kernels.common.targets import CHIPS, chip, chip_for, chip_of_kind
 from pallas_kernels.kv_write import OP as KV_WRITE
 
 
-@pytest.mark.parametrize(("platform", "name"), [("cpu", "xla_tokens"), ("cuda", "mosaic_gpu"), ("tpu", "xla_blocks")])
-def test_kv_write_lowers_to_the_backend_that_is_chosen(platform: str, name: str):
-    pool = jax.ShapeDtypeStruct((1, 4, 2, 1, 8, 8), jnp.float32)
-    new, slots = jax.ShapeDtypeStruct((4, 1, 8), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+@pytest.mark.parametrize(
+    ("platform", "width", "name"),
+    [("cpu", 128, "xla_tokens"), ("cuda", 128, "mosaic_gpu"), ("tpu", 8, "xla_blocks"), ("tpu", 128, "mosaic_tpu")],
+)
+def test_kv_write_lowers_to_the_backend_that_is_chosen(platform: str, width: int, name: str):
+    pool = jax.ShapeDtypeStruct((1, 4, 2, 1, 8, width), jnp.float32)
+    new, slots = jax.ShapeDtypeStruct((4, 1, width), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
     traced = jax.jit(lambda kv, k, slots: kv_write(kv, k, k, 0, slots, num_rows=2)).trace(pool, new, slots)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert choose(KV_WRITE, KV_WRITE.typical, platform).name == name
+    spec = WriteSpec(4, 2, width, PoolShape(1, 4, 1, 8, width), "float32")
+    assert choose(KV_WRITE, spec, platform).name == name
     assert ("stablehlo.dynamic_update_slice" in text) == (name == "xla_blocks")
+    assert ("tpu_custom_call" in text) == (name == "mosaic_tpu")
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

@@ -34,7 +34,7 @@ NEW = jnp.zeros((3, 2, 8))
         ({"window": 0}, "window must be at least 1; got 0"),
         ({"soft_cap": 0.0}, "soft_cap must be positive; got 0.0"),
         ({"sinks": jnp.zeros(3)}, r"sinks must be \[4\]; got \(3,\)"),
-        ({"backend": "none"}, "backend of paged_decode must be xla; got none"),
+        ({"backend": "none"}, "backend of paged_decode must be mosaic_tpu or .* or xla; got none"),
     ],
 )
 def test_paged_decode(change, match):
@@ -49,7 +49,7 @@ def test_paged_decode(change, match):
         ({"query_start": LENS}, r"query_start must be i32\[4\]; got int32\[3\]"),
         ({"num_decode": jnp.int32(1)}, r"num_decode must be i32\[1\]; got int32\[\]"),
         ({"q": Q[:0]}, "q must hold at least one token"),
-        ({"backend": "none"}, "backend of paged_attention must be xla; got none"),
+        ({"backend": "none"}, "backend of paged_attention must be mosaic_tpu or .* or xla; got none"),
     ],
 )
 def test_paged_attention(change, match):
@@ -68,7 +68,7 @@ def test_paged_attention(change, match):
         ({"k": NEW[:0], "v": NEW[:0]}, "k must hold at least one token"),
         ({"slots": LENS[:2]}, r"slots must be i32\[3\]; got int32\[2\]"),
         ({"num_rows": 0}, "num_rows must be at least 1; got 0"),
-        ({"backend": "none"}, "backend of kv_write must be xla_blocks or xla_tokens; got none"),
+        ({"backend": "none"}, "backend of kv_write must be mosaic_tpu or .* or xla_tokens; got none"),
     ],
 )
 def test_kv_write(change, match):
