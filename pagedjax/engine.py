@@ -191,7 +191,8 @@ class Engine:
         scores = any(row.targets for row in plan.rows)
         bucket = pick(self.buckets, plan.num_tokens, len(plan.rows), steps=plan.steps, scores=scores)
         buffer = pack(plan, bucket, self._fields[bucket], self.config.schedule.max_num_seqs)
-        self.state, output = self.executables[bucket].call(self.params, self.state, buffer)
+        with jax.profiler.StepTraceAnnotation(f"step {bucket}", step_num=self.scheduler.stats.steps):
+            self.state, output = self.executables[bucket].call(self.params, self.state, buffer)
         output.tokens.copy_to_host_async()
         self._in_flight.append(InFlight(plan, output, time.perf_counter()))
         wanted = sum(max(row.count, row.steps) for row in plan.rows)

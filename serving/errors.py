@@ -13,6 +13,8 @@ Code = Literal[
     "too_many_samples",
     "too_many_logprobs",
     "too_many_stops",
+    "form_too_large",
+    "form_too_deep",
     "batch_too_large",
     "message_too_large",
     "unauthenticated",
@@ -52,6 +54,8 @@ ANSWERS: dict[Code, Answer] = {
     "too_many_samples": Answer("INVALID_ARGUMENT", 400),
     "too_many_logprobs": Answer("INVALID_ARGUMENT", 400),
     "too_many_stops": Answer("INVALID_ARGUMENT", 400),
+    "form_too_large": Answer("INVALID_ARGUMENT", 400),  # a schema or grammar that the output must follow
+    "form_too_deep": Answer("INVALID_ARGUMENT", 400),
     "batch_too_large": Answer("INVALID_ARGUMENT", 400),
     "message_too_large": Answer("RESOURCE_EXHAUSTED", 413),
     "unauthenticated": Answer("UNAUTHENTICATED", 401),

@@ -46,6 +46,7 @@ class Ended:
     seconds: float  # since it was handed to the engine
     first_token: float | None  # seconds until the first token
     refusal: Refusal | None = None  # why it did not come to its end
+    trace_id: str = ""  # the client's
 
 
 Event = Refused | Accepted | Advanced | Ended

@@ -40,8 +40,8 @@ class Call:
     pool: Literal["interactive", "batch"] = "interactive"
     retention: int = 0  # as in Service
     add_special: bool = True  # of a text: BOS and the like, where the model wants them
+    trace_id: str = ""  # of the client's trace (W3C trace context), for the log
     cache_salt: str = ""  # keeps cached prefixes apart within the tenant
-    constraint: object = None  # a grammar that the output must follow: there is none yet
 
 
 class Frontend:
@@ -176,8 +176,6 @@ class Frontend:
         llm = self.llm
         if call.model not in ("", self.model_name):
             raise Refusal("model_not_found", f"the model served here is {self.model_name!r}; got {call.model!r}", param="model")
-        if call.constraint is not None:
-            raise Refusal("unsupported", "constraint is not supported yet: output cannot be held to a grammar", param="constraint")
         if len(call.request_id) > 256 or not call.request_id.isprintable():
             raise Refusal("invalid_argument", "a request id must be at most 256 printable characters", param="request_id")
         limits = self.config.limits
@@ -204,21 +202,21 @@ class Frontend:
             last[0] = now
 
         reply = Reply(
-            request_id, max_unread=self.config.limits.max_unread, on_step=step, on_end=lambda reply: self._ended(call.caller, reply)
+            request_id, max_unread=self.config.limits.max_unread, on_step=step, on_end=lambda reply: self._ended(call, reply)
         )
         last[0] = reply.submitted
         self._replies[key] = reply
         self._idle.clear()
         return reply
 
-    def _ended(self, caller: Caller, reply: Reply) -> None:
-        self._forget(caller, reply)
+    def _ended(self, call: Call, reply: Reply) -> None:
+        self._forget(call.caller, reply)
         if reply.request is not None:
             stream = reply.stream
             first = None if stream.first_token is None else stream.first_token - stream.submitted
             seconds = time.perf_counter() - stream.submitted
             finishes, usages = tuple(reply.finishes.values()), tuple(reply.usages.values())
-            self._tell(Ended(caller, reply.request, finishes, usages, seconds, first, reply.error))
+            self._tell(Ended(call.caller, reply.request, finishes, usages, seconds, first, reply.error, call.trace_id))
 
     def _forget(self, caller: Caller, reply: Reply) -> None:
         self._replies.pop(self._engine_id(caller, reply.request_id), None)

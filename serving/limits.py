@@ -1,11 +1,13 @@
 """What one request may ask for. Each limit has an error of its own; the engine's own bounds come after these."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from pagedjax.errors import check
+from pagedjax.host.constraint import StructuredOutputsParams
 from pagedjax.host.request import SamplingParams
-from serving.errors import check_limit
+from serving.errors import Refusal, check_limit
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Limits:
     max_samples: int = 16  # n, best_of or beams of a request
     max_logprobs: int = 20  # best tokens to report at each position
     max_stops: int = 16  # stop strings
+    max_form_bytes: int = 64 << 10  # of a JSON schema, regular expression, grammar or list of choices
+    max_form_depth: int = 64  # of its brackets
     max_batch: int = 64  # prompts of one call
     max_streams: int = 1024  # requests that are open at once, those of a batch counted one by one
     max_unread: int = 1 << 16  # tokens and logprob entries of one request that wait for its reader; it is ended beyond that
@@ -59,8 +63,37 @@ def check_params(limits: Limits, params: SamplingParams) -> None:
     most = limits.max_stops
     stops = len(params.stop)
     check_limit(not most or stops <= most, "too_many_stops", f"stop may hold {most} strings; got {stops}", "stop")
+    if params.structured_outputs is not None:
+        check_form(limits, params.structured_outputs)
     most, asked = limits.max_output_tokens, params.max_tokens or 0
     check_limit(not most or asked <= most, "output_too_long", f"max_tokens may be {most}; got {asked}", "max_tokens")
+
+
+def check_form(limits: Limits, form: StructuredOutputsParams) -> None:
+    """What the output must look like is compiled on the host, whose time and stack it must not use up."""
+    _, said = form.form
+    try:
+        text = said if isinstance(said, str) else json.dumps(said) if isinstance(said, Mapping) else "\n".join(said)
+    except RecursionError:
+        raise Refusal("form_too_deep", "a form is nested deeper than Python can go", param="structured_outputs") from None
+    most, size = limits.max_form_bytes, len(text.encode())
+    check_limit(not most or size <= most, "form_too_large", f"a form may have {most} bytes; got {size}", "structured_outputs")
+    most, levels = limits.max_form_depth, depth(text)
+    check_limit(
+        not most or levels <= most, "form_too_deep", f"a form may be nested {most} levels; got {levels}", "structured_outputs"
+    )
+
+
+def depth(text: str) -> int:
+    """How deep brackets of any kind are nested; those in strings count as well, so that it is an upper bound."""
+    level = deepest = 0
+    for char in text:
+        if char in "([{":
+            level += 1
+            deepest = max(deepest, level)
+        elif char in ")]}":
+            level = max(0, level - 1)
+    return deepest
 
 
 def check_prompt(limits: Limits, ids: Sequence[int], context: int) -> None:

@@ -56,6 +56,8 @@ def requests(*, prompts: bool) -> Observer:
                     "first_token": None if event.first_token is None else round(event.first_token, 4),
                     "seconds": round(event.seconds, 4),
                 }
+                if event.trace_id:
+                    fields["trace_id"] = event.trace_id
                 if prompts:
                     fields["prompt"] = list(request.prompt)
                 LOG.info("request", extra={FIELDS: fields})

@@ -46,9 +46,8 @@ class Pieces:
 
 
 def weight(delta: Delta) -> int:
-    """Tokens and logprob entries in it."""
-    entries = (*(delta.logprobs or ()), *(delta.prompt_logprobs or ()))
-    return len(delta.tokens) + sum(1 + len(entry.top) for entry in entries)
+    """Tokens and logprob entries in it; not those of the prompt, which come once and are as long as it is."""
+    return len(delta.tokens) + sum(1 + len(entry.top) for entry in delta.logprobs or ())
 
 
 class Reply:

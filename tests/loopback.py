@@ -24,7 +24,6 @@ SMALL = {
     "buckets.decode_rows": (4,),
     "buckets.prefill_tokens": (32,),
     "cache.kv_memory": 2 << 20,
-    "compile_cache": "",
 }
 
 

@@ -56,7 +56,7 @@ MAY_ENTER = {
     "serving": ("pagedjax.llm", "pagedjax.loop"),
     "pagedjax.__main__": ("pagedjax.cli",),
     "pagedjax.cli": ("serving.config",),
-    "bench": ("pagedjax.llm", "pagedjax.loop", "checkpoints"),
+    "bench": ("pagedjax.llm", "pagedjax.loop", "checkpoints", "serving"),
 }
 NO_JAX = (
     "pagedjax.errors",

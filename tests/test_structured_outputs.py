@@ -115,7 +115,7 @@ def test_a_mask_that_leaves_nothing_ends_the_sequence(llm: LLM):
         (lambda: StructuredOutputsParams(choice="red"), "structured_outputs.choice must be a list of texts; got 'red'"),
         (lambda: StructuredOutputsParams(regex=3), "structured_outputs.regex must be a string; got 3"),  # type: ignore[arg-type]
         (lambda: StructuredOutputsParams(json=[1]), "structured_outputs.json must be a JSON schema"),  # type: ignore[arg-type]
-        (lambda: SamplingParams(structured_outputs="x"), "structured_outputs must be a StructuredOutputsParams; got 'x'"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(structured_outputs="x"), "structured_outputs must be a StructuredOutputsParams; got str"),  # type: ignore[arg-type]
         (
             lambda: SamplingParams(beam_width=2, structured_outputs=StructuredOutputsParams(regex="a")),
             "beam search .* cannot honour structured_outputs=",

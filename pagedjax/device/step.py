@@ -70,7 +70,7 @@ def one_pass(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) 
         num_decode=batch.num_decode,
         context_lens=context,
         block_tables=batch.block_tables,
-        shared=shared_prefix(batch.block_tables, context, batch.query_start, state.kv.shape[4]),
+        shared=shared_prefix(batch.block_tables, context, batch.query_start, block_size=state.kv.shape[4], mesh=spec.mesh),
         mesh=spec.mesh,
     )
     hidden, kv = spec.model.forward(params, tokens, state.kv, rows, spec.cfg)

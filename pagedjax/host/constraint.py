@@ -58,7 +58,7 @@ class StructuredOutputsParams:
         check(len(given) == 1, f"structured_outputs must have exactly one of {names}; got {', '.join(given) or 'none'}")
         check(
             self.json is None or isinstance(self.json, str | Mapping),
-            f"structured_outputs.json must be a JSON schema, as a text or an object; got {self.json!r:.80}",
+            f"structured_outputs.json must be a JSON schema, as a text or an object; got {type(self.json).__name__}",
         )
         for name in ("regex", "grammar"):
             value = getattr(self, name)

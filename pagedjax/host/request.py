@@ -165,7 +165,7 @@ class SamplingParams:
             check(_is_number(value), f"{name} must be a number; got {value!r}")
         form = self.structured_outputs
         right = form is None or isinstance(form, StructuredOutputsParams)
-        check(right, f"structured_outputs must be a StructuredOutputsParams; got {form!r:.80}")
+        check(right, f"structured_outputs must be a StructuredOutputsParams; got {type(form).__name__}")
         early = self.early_stopping
         check(isinstance(early, bool) or early == "never", f"early_stopping must be True, False or 'never'; got {early!r}")
         for name in ("allowed_token_ids", "stop_token_ids"):

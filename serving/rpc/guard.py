@@ -1,6 +1,7 @@
 """What stands before every method: who calls, and how what goes wrong is told."""
 
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ from serving.log import LOG
 from serving.rpc import status
 
 OPEN = ("/grpc.health.v1.Health/",)  # asked by who has no key
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _caller: ContextVar[Caller] = ContextVar("caller")
 
 
@@ -28,6 +30,13 @@ def deadline(context: grpc.aio.ServicerContext) -> float | None:
     """The client's deadline, as time.monotonic()."""
     left = context.time_remaining()
     return None if left is None else time.monotonic() + left
+
+
+def trace_id(context: grpc.aio.ServicerContext) -> str:
+    """Of the client's trace (W3C trace context: version-traceid-parentid-flags); "" where it has none."""
+    given = next((value for name, value in context.invocation_metadata() or () if name == "traceparent"), "")
+    found = TRACEPARENT.fullmatch(given) if isinstance(given, str) else None
+    return found[1] if found else ""
 
 
 class Guard(grpc.aio.ServerInterceptor):

@@ -16,7 +16,7 @@ from serving.limits import check_batch
 from serving.proto.pagedjax.v1 import inference_pb2 as pb
 from serving.proto.pagedjax.v1 import inference_pb2_grpc
 from serving.rpc import v1_messages as messages
-from serving.rpc.guard import caller, deadline
+from serving.rpc.guard import caller, deadline, trace_id
 
 
 class Inference(inference_pb2_grpc.InferenceServicer):
@@ -65,14 +65,17 @@ class Inference(inference_pb2_grpc.InferenceServicer):
 
     def _calls(self, request: Any, context: grpc.aio.ServicerContext) -> list[Call]:
         defaults = replace(self._frontend.llm.get_default_sampling_params(), max_tokens=None)
-        calls = self._each(request, messages.sampling_params(request.params, defaults), context)
+        params = replace(
+            messages.sampling_params(request.params, defaults), structured_outputs=messages.structured_outputs(request)
+        )
+        calls = self._each(request, params, context)
         kept = {"pool": messages.pool(request.pool), "retention": request.retention, "cache_salt": request.cache_salt}
-        return [replace(call, constraint=messages.constraint(request), **kept) for call in calls]
+        return [replace(call, **kept) for call in calls]
 
     def _each(self, request: Any, params: SamplingParams, context: grpc.aio.ServicerContext) -> list[Call]:
         """One call for each prompt; all of them have the client's deadline."""
         check_batch(self._frontend.config.limits, len(request.prompts))
-        first, due, who = request.request_id or uuid.uuid4().hex, deadline(context), caller()
+        first, due, who, trace = request.request_id or uuid.uuid4().hex, deadline(context), caller(), trace_id(context)
         return [
             Call(
                 messages.prompt(prompt),
@@ -81,6 +84,7 @@ class Inference(inference_pb2_grpc.InferenceServicer):
                 request_id=f"{first}/{i}" if i else first,
                 model=request.model,
                 deadline=due,
+                trace_id=trace,
             )
             for i, prompt in enumerate(request.prompts)
         ]

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from pagedjax.errors import check
+from pagedjax.host.constraint import StructuredOutputsParams
 from pagedjax.host.request import FinishReason, Logprobs, SamplingParams, Usage
 from pagedjax.stream import Delta
 from serving.proto.pagedjax.v1 import inference_pb2 as pb
@@ -16,6 +17,7 @@ FINISH: dict[FinishReason, int] = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
     "cancelled": pb.FINISH_REASON_CANCELLED,
+    "constraint": pb.FINISH_REASON_CONSTRAINT,
 }
 
 
@@ -26,6 +28,8 @@ def sampling_params(given: Any, defaults: SamplingParams) -> SamplingParams:
         if name in LISTS:
             if getattr(given, name):
                 values[name] = tuple(getattr(given, name))
+        elif name == "structured_outputs":
+            continue  # is a message of its own
         elif name == "logit_bias":
             values[name] = dict(given.logit_bias)
         elif name == "early_stopping":
@@ -47,12 +51,15 @@ def pool(given: Any) -> Any:
     return POOLS[given]
 
 
-def constraint(request: Any) -> Any:
-    """(kind, value) of what the output must match; None where there is nothing."""
+def structured_outputs(request: Any) -> StructuredOutputsParams | None:
+    """What the output must match; None where there is nothing."""
     if not request.HasField("constraint"):
         return None
-    kind = request.constraint.WhichOneof("kind")
-    return kind, getattr(request.constraint, kind) if kind else None
+    given, kind = request.constraint, request.constraint.WhichOneof("kind")
+    check(kind is not None, "a constraint must hold a schema, an expression, a grammar or choices; got none")
+    if kind == "choice":
+        return StructuredOutputsParams(choice=tuple(given.choice.texts))
+    return StructuredOutputsParams(**{"json" if kind == "json_schema" else kind: getattr(given, kind)})
 
 
 def logprobs(entries: Sequence[Logprobs] | None) -> list[Any]:

@@ -23,7 +23,7 @@ from serving.gather import Collected
 from serving.reply import Reply
 from serving.rpc import kv_messages
 from serving.rpc import vllm_messages as messages
-from serving.rpc.guard import caller, deadline
+from serving.rpc.guard import caller, deadline, trace_id
 from serving.tokenizer_files import archive, chunks
 
 
@@ -45,7 +45,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             caller(),
             request_id=request.request_id,
             deadline=deadline(context),
-            constraint=messages.constraint(given),
+            trace_id=trace_id(context),
         )
         async with await self._frontend.submit(call) as reply:
             await context.send_initial_metadata((("x-request-id", reply.request_id),))

@@ -6,11 +6,12 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
 from pagedjax.errors import check
+from pagedjax.host.constraint import StructuredOutputsParams
 from pagedjax.host.request import Logprobs, SamplingParams, Usage
 from pagedjax.stream import Delta
 from serving.errors import Refusal
 
-FINISH = {"stop": "stop", "length": "length", "cancelled": "abort"}  # a deadline is a status
+FINISH = {"stop": "stop", "length": "length", "cancelled": "abort", "constraint": "error"}  # a deadline is a status
 ELSEWHERE = {  # fields of GenerateRequest that stand for what this engine does not do
     "kv_transfer_params": "prefill and decode on different workers",
     "mm_inputs": "images and video",
@@ -43,13 +44,26 @@ def sampling_params(given: Any) -> SamplingParams:
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
         skip_special_tokens=given.skip_special_tokens,
+        structured_outputs=structured_outputs(given),
     )
 
 
-def constraint(given: Any) -> tuple[str, object] | None:
-    """(kind, value) of the grammar that is asked for."""
+def structured_outputs(given: Any) -> StructuredOutputsParams | None:
+    """The form that is asked for. It holds from the first token on, as `grammar_from_first_token` asks: nothing here looks for the
+    end of a model's reasoning."""
     kind = given.WhichOneof("constraint")
-    return None if kind is None else (kind, getattr(given, kind))
+    match kind:
+        case "json_schema":
+            return StructuredOutputsParams(json=given.json_schema)
+        case "regex" | "grammar":
+            return StructuredOutputsParams(**{kind: getattr(given, kind)})
+        case "choice":
+            return StructuredOutputsParams(choice=tuple(given.choice.choices))
+        case "json_object":
+            return StructuredOutputsParams(json_object=True) if given.json_object else None
+        case "structural_tag":
+            raise Refusal("unsupported", "structural_tag is not supported; json_schema, regex, grammar and choice are", param=kind)
+    return None
 
 
 def check_supported(request: Any) -> None:

@@ -10,7 +10,7 @@ from pagedjax import LLM
 
 @pytest.fixture(scope="session")
 def llm(compile_cache: str) -> Iterator[LLM]:
-    with LLM(STORIES, **SMALL | {"compile_cache": compile_cache}) as made:
+    with LLM(STORIES, **SMALL, compile_cache=compile_cache) as made:
         yield made
 
 

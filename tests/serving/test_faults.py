@@ -131,9 +131,13 @@ def test_health_and_loads_while_a_step_hangs(llm: LLM) -> None:
         until(lambda: health.Check(health_pb2.HealthCheckRequest()).status == SERVING)
 
 
-def test_a_failing_step(compile_cache: None) -> None:
+def test_a_failing_step(compile_cache: str) -> None:
     """Open requests end with INTERNAL, health turns, and new ones are told to go elsewhere."""
-    with LLM(STORIES, **SMALL) as own, serving(own) as server, grpc.insecure_channel(server.address) as channel:
+    with (
+        LLM(STORIES, **SMALL, compile_cache=compile_cache) as own,
+        serving(own) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
         engine, health = vllm_engine_pb2_grpc.VllmEngineStub(channel), health_pb2_grpc.HealthStub(channel)
         watched = health.Watch(health_pb2.HealthCheckRequest(service="vllm.grpc.engine.VllmEngine"))
         until(lambda: health.Check(health_pb2.HealthCheckRequest(service="pagedjax.v1.Admin")).status == SERVING)

@@ -87,6 +87,20 @@ def test_ids_and_stops(server: Server, stub: Any) -> None:
     assert [tuple(s.token_ids) for s in beams] == [o.token_ids for o in offline.outputs]
 
 
+def test_output_of_a_form(stub: Any) -> None:
+    asked = request("Once")
+    for constraint, allowed in (
+        (pb.Constraint(choice=pb.Choice(texts=["yes", "no"])), ("yes", "no")),
+        (pb.Constraint(regex="(ab|ba)"), ("ab", "ba")),
+        (pb.Constraint(json_schema='{"enum": [1, 2]}'), ("1", "2")),
+    ):
+        asked.constraint.CopyFrom(constraint)
+        (sample,) = stub.Generate(asked).completions[0].samples
+        assert sample.text in allowed and sample.finish_reason == pb.FINISH_REASON_STOP
+    (free,) = stub.Generate(request("Once")).completions[0].samples
+    assert free.text not in ("yes", "no", "ab", "ba", "1", "2")
+
+
 def test_one_bad_prompt_ends_the_call_and_leaves_nothing(server: Server, stub: Any) -> None:
     before = server.llm.engine.scheduler.stats.generated_tokens
     with server.slow_steps(0.02), pytest.raises(grpc.RpcError, match="must be token ids below 512; got 600"):
@@ -125,7 +139,7 @@ def test_tokens_and_text(server: Server, stub: Any) -> None:
         (pb.GenerateRequest(prompts=[pb.Prompt(text="a")], model="gpt"), "the model served here is 'stories'; got 'gpt'"),
         (pb.GenerateRequest(prompts=[pb.Prompt(text="a")], pool=7), "pool must be one of its names; got 7"),
         (pb.GenerateRequest(prompts=[pb.Prompt(text="a")], retention=11), "retention must be between 0 and 10; got 11"),
-        (pb.GenerateRequest(prompts=[pb.Prompt(text="a")], constraint={}), "constraint is not supported yet"),
+        (pb.GenerateRequest(prompts=[pb.Prompt(text="a")], constraint={}), "a constraint must hold a schema"),
         (pb.GenerateRequest(prompts=[pb.Prompt(text="a")], params={"top_p": 2}), r"top_p must be in \(0, 1\]; got 2.0"),
         (
             pb.GenerateRequest(prompts=[pb.Prompt(text="a")], params={"early_stopping": 9}),

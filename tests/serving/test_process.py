@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import jax
 import pytest
 from loopback import STORIES
 
@@ -41,9 +40,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 @contextlib.contextmanager
-def process(*args: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def process(cache: str, *args: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """(the server, a stub), once it is ready."""
-    cache = str(jax.config.jax_compilation_cache_dir)
     command = ["serve", str(STORIES), "--grpc-port", "0", "--http-port", "None", "--log-format", "json", *SHAPES, *args]
     server = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *command, "--compile-cache", cache],
@@ -78,10 +76,11 @@ def ask(max_tokens: int) -> Any:
     return pb.GenerateRequest(prompts=[pb.Prompt(text="Once")], params=params)
 
 
-def test_sigterm_drains() -> None:
+def test_sigterm_drains(compile_cache: str) -> None:
     """The answer under way comes to its end, nothing new is taken, and the process ends with 0."""
-    with process() as (server, stub):
-        answers = stub.GenerateStream(ask(100))
+    with process(compile_cache) as (server, stub):
+        trace = "0af7651916cd43dd8448eb211c80319c"
+        answers = stub.GenerateStream(ask(100), metadata=(("traceparent", f"00-{trace}-b7ad6b7169203331-01"),))
         next(answers)
         server.send_signal(signal.SIGTERM)
         assert 1 + sum(len(s.token_ids) for m in answers for s in m.samples) >= 100
@@ -90,10 +89,11 @@ def test_sigterm_drains() -> None:
     assert [line["message"] for line in lines if line["message"] != "request"][-1] == "drained, the server ends"
     (about,) = [line for line in lines if line["message"] == "request"]
     assert (about["finish"], about["generated_tokens"]) == ("length", 100) and about["request_id"] and "prompt" not in about
+    assert about["trace_id"] == trace
 
 
-def test_a_second_sigterm_stops_at_once() -> None:
-    with process("--drain-seconds", "1000") as (server, stub):
+def test_a_second_sigterm_stops_at_once(compile_cache: str) -> None:
+    with process(compile_cache, "--drain-seconds", "1000") as (server, stub):
         answers = stub.GenerateStream(ask(120))
         next(answers)
         server.send_signal(signal.SIGTERM)
@@ -104,8 +104,8 @@ def test_a_second_sigterm_stops_at_once() -> None:
             list(answers)
 
 
-def test_a_failing_step_ends_the_process_with_the_reason_last() -> None:
-    with process() as (server, stub):
+def test_a_failing_step_ends_the_process_with_the_reason_last(compile_cache: str) -> None:
+    with process(compile_cache) as (server, stub):
         answers = stub.GenerateStream(ask(120))
         next(answers)
         server.send_signal(signal.SIGUSR1)

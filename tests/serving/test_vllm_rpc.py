@@ -6,17 +6,18 @@ import json
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loopback import Server, until
+from loopback import Server, serving, until
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from pagedjax import SamplingParams
+from pagedjax import LLM, SamplingParams
 from serving import tokenizer_files
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
@@ -99,6 +100,23 @@ def test_what_matched(server: Server, stub: Any) -> None:
     finally:
         server.llm.defaults = replace(server.llm.defaults, stop_ids=stop)
     assert ended.complete.finish_reason == "stop" and ended.complete.WhichOneof("matched_stop") is None
+
+
+def test_output_of_a_form(stub: Any, server: Server) -> None:
+    """Each kind of it; without one the model says something else."""
+    decode = server.llm.tokenizer.decode
+
+    def answer(**form: Any) -> tuple[str, str]:
+        (made,) = stub.Generate(request([1, 403], **form))
+        return decode([403, *made.complete.output_ids])[len(decode([403])) :], made.complete.finish_reason
+
+    assert answer(regex="(ab|ba){3}")[0] in {a + b + c for a in ("ab", "ba") for b in ("ab", "ba") for c in ("ab", "ba")}
+    assert answer(choice=pb.ChoiceConstraint(choices=["yes", "no"]))[0] in ("yes", "no")
+    assert answer(grammar='start: "x" "y"+ "z"', max_tokens=9)[0].startswith("xy")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    assert json.loads(answer(json_schema=json.dumps(schema))[0])["a"] in (1, 2)
+    assert answer(json_object=True)[0].lstrip().startswith("{")
+    assert answer(json_object=False) == answer() and not answer()[0].lstrip().startswith("{")
 
 
 def test_text_and_truncated_prompts(server: Server, stub: Any) -> None:
@@ -195,7 +213,8 @@ def test_the_tokenizer_of_a_gguf_file_is_made(server: Server, stub: Any, monkeyp
     [
         (request([1], temperature=-1), "INVALID_ARGUMENT", "temperature must be 0 or more"),
         (request([1], logprobs=-1), "INVALID_ARGUMENT", "logprobs must be between 0 and"),
-        (request([1], json_object=True), "INVALID_ARGUMENT", "constraint is not supported yet"),
+        (request([1], structural_tag="{}"), "INVALID_ARGUMENT", "structural_tag is not supported; json_schema, regex, grammar and"),
+        (request([1], json_schema="{"), "INVALID_ARGUMENT", "structured_outputs.json must be"),
         (request([1], n=17), "INVALID_ARGUMENT", "n, best_of and beams may be 16; got 17"),
         (request([]), "INVALID_ARGUMENT", "the prompt must hold at least one token; got 0"),
         (request([600]), "INVALID_ARGUMENT", "must be token ids below 512; got 600"),
@@ -244,6 +263,24 @@ def test_events_of_the_cache(server: Server, stub: Any) -> None:
     assert (snapshot.snapshot.count, snapshot.snapshot.blocks) == (1, 0) and snapshot.events[0].HasField("cleared")
     for stream in (early, again, late):
         stream.cancel()
+
+
+def test_a_profile_has_our_steps(llm: LLM, tmp_path: Path) -> None:
+    with serving(llm, profile_folder=str(tmp_path)) as server, grpc.insecure_channel(server.address) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        for asked, message in (
+            ({"output_dir": "../elsewhere"}, "a trace must be written below"),
+            ({"num_steps": 3}, "num_steps is not supported"),
+        ):
+            with pytest.raises(grpc.RpcError, match=message):
+                stub.StartProfile(common.StartProfileRequest(**asked))
+        assert stub.StartProfile(common.StartProfileRequest(output_dir="one")).success
+        with pytest.raises(grpc.RpcError, match="a trace is running already"):
+            stub.StartProfile(common.StartProfileRequest())
+        list(stub.Generate(request([1, 403], max_tokens=4)))
+        assert stub.StopProfile(common.StopProfileRequest()).success
+    (trace,) = (tmp_path / "one").rglob("*.xplane.pb")
+    assert b"step 32x4" in trace.read_bytes() and b"step 4x4" in trace.read_bytes()
 
 
 def test_profiles_need_a_folder(stub: Any) -> None:
