@@ -1,6 +1,7 @@
-"""The whole step of a Llama 3 8B and of a model of full and window layers, compiled to machine code for TPU v5e without a TPU: the
-pool is written in place."""
+"""The whole step of a Llama 3 8B and of a model of full and window layers, compiled to machine code for TPU without one: our
+kernels are in it, and the pool is written in place."""
 
+import re
 from typing import Any, cast
 
 import jax
@@ -57,8 +58,12 @@ WINDOWED = ModelConfig(
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    """The four chips of a v5e host, as libtpu describes them to the compiler."""
-    devices = devices_for("v5e")
+    return mesh_of("v5e")
+
+
+def mesh_of(chip: str) -> Mesh:
+    """Four chips of a host, as libtpu describes them to the compiler."""
+    devices = devices_for(chip)
     return Mesh(np.asarray(devices[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
@@ -77,19 +82,21 @@ def bytes_of_a_chip(state: DeviceState) -> int:
 
 
 @pytest.mark.parametrize(
-    ("cfg", "bucket", "steps"),
+    ("chip", "cfg", "bucket", "steps"),
     [
-        (LLAMA_3_8B, Bucket(64, 64), 1),
-        (LLAMA_3_8B, Bucket(64, 64), 8),
-        (LLAMA_3_8B, Bucket(512, 64), 8),
-        (WINDOWED, Bucket(64, 64), 1),
+        ("v5e", LLAMA_3_8B, Bucket(64, 64), 8),
+        ("v5e", LLAMA_3_8B, Bucket(512, 64), 8),
+        ("v5e", WINDOWED, Bucket(64, 64), 1),
+        ("v6e", LLAMA_3_8B, Bucket(512, 64), 1),
     ],
     ids=lambda x: x.architecture if isinstance(x, ModelConfig) else str(x),
 )
-def test_a_whole_step_writes_the_pool_in_place(mesh: Mesh, cfg: ModelConfig, bucket: Bucket, steps: int) -> None:
-    """Temporaries below one layer's K and V, on each chip; the alias covers the pool. With 8 steps a decode bucket is a loop
-    around the step."""
-    layout = shard_layout(cfg, 4)
+def test_a_whole_step_uses_the_kernels_and_writes_the_pool_in_place(
+    chip: str, cfg: ModelConfig, bucket: Bucket, steps: int
+) -> None:
+    """Temporaries below one layer's K and V, on each chip; the alias covers the pool, and nothing copies it. With 8 steps a decode
+    bucket is a loop around the step."""
+    mesh, layout = mesh_of(chip), shard_layout(cfg, 4)
     model = model_for(cfg.architecture)
     params = abstract_params(model.param_specs(layout.cfg, "bfloat16", layout.vocab), layout.cfg, mesh, stacked=True)
     state = abstract_state(mesh, cfg, 2048)
@@ -99,6 +106,12 @@ def test_a_whole_step_writes_the_pool_in_place(mesh: Mesh, cfg: ModelConfig, buc
     pool = bytes_of_a_chip(state)
     assert memory.alias_size_in_bytes >= pool
     assert memory.temp_size_in_bytes < pool // cfg.layer_groups.size, f"{memory.temp_size_in_bytes >> 20} MiB"
+    text = compiled.as_text()
+    kernels = {name for name in ("kv_write", "paged_decode", "paged_attention") if f"%{name}" in text}
+    assert kernels == {"kv_write", "paged_decode"} | ({"paged_attention"} if bucket.tokens > bucket.rows else set())
+    of_a_chip = ",".join(str(n) for n in (*state.kv.shape[:3], state.kv.shape[3] // 4, *state.kv.shape[4:]))
+    assert f"bf16[{of_a_chip}]" in text
+    assert not re.search(rf"= bf16\[{of_a_chip}\]\S* (copy|copy-start|transpose)\(", text)
 
 
 def test_a_block_moves_alone(mesh: Mesh) -> None:

@@ -45,6 +45,7 @@ class Walk:
     width: int  # of the pool
     dtype: str  # of the pool
     token_scales: bool
+    interpreted: bool = False
 
     @property
     def unit(self) -> int:
@@ -77,7 +78,8 @@ def swizzled(width: int, dtype: Any) -> tuple[Any, ...]:
     """Transforms of a matrix in shared memory as wgmma wants it. Both factors must have the same, so those of a width are used for
     every matrix."""
     side = math.gcd(width, HALF)
-    return plgpu.TilingTransform((8, side)), plgpu.SwizzleTransform(side * jnp.dtype(dtype).itemsize)
+    tiling = plgpu.TilingTransform((8, side))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(side * jnp.dtype(dtype).itemsize)  # pyright: ignore[reportAbstractUsage]
 
 
 def scratch(walk: Walk, out_width: int) -> dict[str, Any]:
@@ -202,7 +204,7 @@ def consume(
     end: jax.Array,
     span: tuple[jax.Array, jax.Array],
     memory: dict[str, Any],
-    wg: jax.Array | int = 0,
+    wg: jax.Array,
     whole: jax.Array | None = None,
 ) -> State:
     """A consumer: the state of its queries, which lie in q_tile.
@@ -211,9 +213,9 @@ def consume(
     per token. whole: the tiles of the span before this one are seen from end to end by all queries, without a mask.
     """
     first, after = span
-    per_tensor = scales is not None and not walk.token_scales
+    of_tensor = None if walk.token_scales else scales
     unit = softmax.scale if softmax.soft_cap is not None else softmax.scale * LOG2E
-    factor = unit * scales[0] if per_tensor else jnp.float32(unit)
+    factor = jnp.float32(unit) if of_tensor is None else unit * of_tensor[0]
     q, p_tile = memory["q_tile"].at[wg], memory["p_tile"].at[wg]
 
     def step(masked, i, carry):
@@ -232,7 +234,7 @@ def consume(
         p_tile[...] = (p if v_scale is None else p * v_scale).astype(walk.compute)
         plgpu.commit_smem()
         acc = [
-            a * over_columns(keep, a.shape) + product(p_tile, v.at[:, pl.ds(start, size)], (ROWS, size))
+            plus_product(walk, a * over_columns(keep, a.shape), p_tile, v.at[:, pl.ds(start, size)])
             for a, (start, size) in zip(acc, columns(walk.width), strict=True)
         ]
         if not walk.narrow:
@@ -243,7 +245,7 @@ def consume(
     if whole is not None:
         state = lax.fori_loop(first, whole, partial(step, False), state)
     top, total, acc = lax.fori_loop(first if whole is None else whole, after, partial(step, True), state)
-    return top, total, [a * scales[1] for a in acc] if per_tensor else acc
+    return top, total, acc if of_tensor is None else [a * of_tensor[1] for a in acc]
 
 
 def empty_state(walk: Walk) -> State:
@@ -273,7 +275,15 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def plus_product(walk: Walk, x: jax.Array, a: Any, b: Any) -> jax.Array:
+    """x + a @ b in f32."""
+    if walk.interpreted:  # the interpreter has no accumulator that begins with something
+        return x + product(a, b, (x.shape[0], x.shape[1]))
+    total: Any = pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.WGMMAAccumulatorRef.init(x))
+    return total
 
 
 def logits(walk: Walk, softmax: Softmax, s: jax.Array, last: jax.Array, masked: bool, i: jax.Array) -> jax.Array:
@@ -326,7 +336,7 @@ def values(
     slot: jax.Array,
     bounds: tuple[jax.Array, jax.Array] | None,
     i: jax.Array,
-    wg: jax.Array | int,
+    wg: jax.Array,
 ) -> tuple[Any, jax.Array | None]:
     """(the matrix [tile, D'] of a tile's values, once it is there, its scales), with 0 outside the context: what lies there may be
     NaN, and 0 * NaN is NaN. bounds: begin and end of the context; None: all of the tile is within."""

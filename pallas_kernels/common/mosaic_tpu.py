@@ -10,7 +10,9 @@ The grid goes over jobs (`tpu_stream.Jobs`). Those of one tile follow each other
 Dao 2023, FlashAttention-2 (arXiv 2307.08691); Milakov and Gimelshein 2018, online softmax (arXiv 1805.02867).
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,7 +84,7 @@ def sized(spec: AttentionSpec, chip: Chip, tokens: int, group: int) -> Config:
         fetch = compute * max(1, min(round(wanted / compute), pl.cdiv(spec.blocks, compute)))
         for buffers in (3, 2):
             config = Config(tokens, fetch, compute, buffers)
-            if vmem_of(spec, config, group) <= chip.fast_memory // 2 or (compute == 1 and buffers == 2):
+            if fits(spec, chip, config, group) or (fetch == 1 and buffers == 2):
                 return config
         wanted, compute = wanted / 2, max(1, compute // 2)
 
@@ -296,12 +298,12 @@ def attend_jobs(
 
 
 def scalar_bytes(rows: int, blocks: int, jobs: int) -> int:
-    """SMEM that the tables and the jobs of a core take."""
+    """SMEM that the tables and the jobs take."""
     return 4 * (rows * blocks + jobs * (len(Jobs._fields) + 1))
 
 
 def refusal(spec: AttentionSpec, chip: Chip, *, jobs: int, config: Config, group: int) -> str | None:
-    """Why the kernel cannot run a call on a chip with this config, or None. jobs: of a core."""
+    """Why the kernel cannot run a call on a chip with this config, or None. jobs: of all cores."""
     pool, limit = spec.pool, chip.scalar_memory // 2
     if spec.dtype not in DTYPES:
         return f"takes pools of {', '.join(DTYPES)}; got {spec.dtype}"
@@ -318,7 +320,7 @@ def refusal(spec: AttentionSpec, chip: Chip, *, jobs: int, config: Config, group
             f" {chip.name}'s {chip.scalar_memory} to use: take a larger block_size, or fewer rows or tokens a row"
         )
     needed = vmem_of(spec, config, group)
-    if needed > chip.fast_memory // 2:
+    if not fits(spec, chip, config, group):
         return (
             f"needs {needed} bytes of VMEM for blocks of {pool.kv_heads} heads x {pool.block_size} tokens, and has"
             f" {chip.fast_memory // 2} of a {chip.name}'s {chip.fast_memory} to use: take a smaller block_size or more shards"
@@ -334,6 +336,23 @@ def spec_of(q: jax.Array, kv: jax.Array, block_tables: jax.Array, kv_scales: jax
     return AttentionSpec(
         q.shape[0], rows, blocks, q.shape[1], q.shape[2], PoolShape(layers, count, *rest), str(kv.dtype), scales=scales
     )
+
+
+def fits(spec: AttentionSpec, chip: Chip, config: Config, group: int) -> bool:
+    """Whether the kernel takes at most half of VMEM."""
+    return vmem_of(spec, config, group) <= chip.fast_memory // 2
+
+
+def choices(spec: AttentionSpec, chip: Chip, default: Config, tiles: Sequence[int], group: int) -> list[Config]:
+    """For a tuner: the default, and what else fits of tiles of so many tokens, half to four times the context at once, one to four
+    times that a chunk, and two or three chunks."""
+    found = [default]
+    computes = [default.compute // 2, default.compute, default.compute * 2, default.compute * 4]
+    for tokens, compute, times, buffers in itertools.product(tiles, computes, (1, 2, 4), (2, 3)):
+        config = Config(tokens, compute * times, compute, buffers)
+        if 1 <= compute <= spec.blocks and config not in found and fits(spec, chip, config, group):
+            found.append(config)
+    return found
 
 
 def vmem_limit(spec: AttentionSpec, config: Config, group: int, chip: Chip) -> int:

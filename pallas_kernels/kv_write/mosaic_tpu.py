@@ -1,9 +1,9 @@
 """kv_write on TPU, in place: XLA would copy the pool for a write of single tokens.
 
-The memory of a TPU is read and written in tiles of 8, 16 or 32 tokens (of 32, 16 or 8 bits). A run is a stretch of new tokens in one
-tile. A grid step takes a window of tokens and finds the runs that begin there, fetches their tiles all at once, puts the tokens in,
-and writes the tiles back; a tile that new tokens fill is not read. No tile belongs to two runs, so that no run waits for another,
-and the tiles of one step are on their way out while the next one works.
+The memory of a TPU is read and written in tiles of 8, 16 or 32 tokens (of 32, 16 or 8 bits). A run is a stretch of new tokens in
+one tile. A grid step takes a window of tokens and finds the runs that begin there, fetches their tiles all at once, puts the
+tokens in, and writes the tiles back; a tile that new tokens fill is not read. No tile belongs to two runs, so that no run waits
+for another, and the tiles of one step are on their way out while the next one works.
 
     SMEM  slots, runs             HBM -> VMEM  the tile of a run: 2 x K x tile x D', unless it is filled
     VMEM  new tokens, f32         VMEM -> HBM  the same tile
@@ -11,6 +11,7 @@ and the tiles of one step are on their way out while the next one works.
 Scales per token lie along the lanes, P of a block and head together: their tile is the whole block's.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.counting import copied
-from pallas_kernels.common.layout import pad_axis
+from pallas_kernels.common.layout import PoolShape, pad_axis
 from pallas_kernels.common.mosaic_tpu import DTYPES, LANES, SUBLANES, round_up, sublanes
 from pallas_kernels.common.quantized import as_stored
 from pallas_kernels.common.spec import WriteSpec
 from pallas_kernels.common.targets import MIB, Chip
+from pallas_kernels.common.tuning import tuned, write_key
 
 WINDOW = 64  # tokens of a grid step, at most, and as many tiles on their way
 BUFFERS = 16 * MIB  # of VMEM, or half of it: for the tiles of two steps and the tokens of two windows
@@ -38,12 +40,34 @@ def window_bytes(window: int, kv_heads: int, width: int, dtype: str) -> int:
     return 2 * (window * token * tile * jnp.dtype(dtype).itemsize + (window + 2 * tile) * token * 4)
 
 
-def window_of(tokens: int, kv_heads: int, width: int, dtype: str, chip: Chip) -> int:
-    """Tokens of a grid step."""
-    window = min(WINDOW, round_up(tokens, SUBLANES))
-    while window > SUBLANES and window_bytes(window, kv_heads, width, dtype) > min(BUFFERS, chip.fast_memory // 2):
+@dataclass(frozen=True)
+class Config:
+    window: int  # tokens of a grid step, a multiple of 8
+
+
+def bytes_of(spec: WriteSpec, config: Config) -> int:
+    return window_bytes(config.window, spec.pool.kv_heads, spec.pool.width, spec.dtype)
+
+
+def default_config(spec: WriteSpec, chip: Chip) -> Config:
+    window = min(WINDOW, round_up(spec.tokens, SUBLANES))
+    while window > SUBLANES and bytes_of(spec, Config(window)) > min(BUFFERS, chip.fast_memory // 2):
         window = round_up(window // 2, SUBLANES)
-    return window
+    return Config(window)
+
+
+def candidates(spec: WriteSpec, chip: Chip | None) -> list[Config]:
+    assert chip is not None, "a backend for some platforms alone is asked with a chip"
+    default = default_config(spec, chip)
+    others = [Config(window) for window in (8, 16, 32, 64, 128, 256) if window < 2 * spec.tokens]
+    return [default, *(x for x in others if x != default and bytes_of(spec, x) <= chip.fast_memory // 2)]
+
+
+def config_of(spec: WriteSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if this one fits into it."""
+    default = default_config(spec, chip)
+    config = tuned("kv_write", "mosaic_tpu", chip, write_key(spec), default)
+    return config if config.window % SUBLANES == 0 and bytes_of(spec, config) <= chip.fast_memory // 2 else default
 
 
 def supports(spec: WriteSpec, chip: Chip | None) -> str | None:
@@ -62,7 +86,7 @@ def supports(spec: WriteSpec, chip: Chip | None) -> str | None:
             f"needs {4 * spec.tokens} bytes of scalar memory for the slots of {spec.tokens} tokens, and has"
             f" {chip.scalar_memory // 2} of a {chip.name}'s {chip.scalar_memory} to use: take fewer tokens a step"
         )
-    needed = window_bytes(SUBLANES, pool.kv_heads, pool.width, spec.dtype)
+    needed = bytes_of(spec, Config(SUBLANES))
     if needed > chip.fast_memory // 2:
         return (
             f"needs {needed} bytes of VMEM for {pool.kv_heads} heads of width {pool.width}, and has {chip.fast_memory // 2} of a"
@@ -237,18 +261,20 @@ def write(
     *,
     kv_scales: jax.Array | None,
     chip: Chip,
-    window: int | None = None,
+    config: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The pool, and where there are scales per token these too; shapes as in the op. window: tokens of a grid step."""
+    """The pool, and where there are scales per token these too; shapes as in the op."""
     kv_heads, block_size, width = kv.shape[3:]
+    scales = "none" if kv_scales is None else "tensor" if kv_scales.ndim == 1 else "token"
+    spec = WriteSpec(k.shape[0], k.shape[0], k.shape[2], PoolShape(*kv.shape[:2], *kv.shape[3:]), str(kv.dtype), scales)
+    window = (config or config_of(spec, chip)).window
     k, v, made = as_stored(k, v, kv.dtype, kv_scales)
-    window = window or window_of(k.shape[0], kv_heads, width, str(kv.dtype), chip)
     new = in_windows(jnp.stack([pad_axis(x, 2, width) for x in (k, v)]), window, sublanes(kv.dtype))
     kv = write_runs(kv, new, layer, slots, window=window, of_scales=False, interpret=interpret)
     if made is None or kv_scales is None:
         return kv
-    scales = pad_axis(jnp.stack([x.T for x in made]), 1, round_up(kv_heads, SUBLANES))
+    new = pad_axis(jnp.stack([x.T for x in made]), 1, round_up(kv_heads, SUBLANES))
     behind = round_up(slots.shape[0] + 2 * block_size + LANES, LANES) - slots.shape[0] - block_size
-    scales = jnp.pad(scales, ((0, 0), (0, 0), (block_size, behind)))
-    return kv, write_runs(kv_scales, scales, layer, slots, window=window, of_scales=True, interpret=interpret)
+    new = jnp.pad(new, ((0, 0), (0, 0), (block_size, behind)))
+    return kv, write_runs(kv_scales, new, layer, slots, window=window, of_scales=True, interpret=interpret)

@@ -51,8 +51,8 @@ def packing(group: int) -> Packing:
     return Packing(rows, align, ROWS // rows // align * align)
 
 
-def walk_of(config: Config, block_size: int, width: int, dtype: str, token_scales: bool) -> Walk:
-    return Walk(config.tile, config.stages, config.consumers, block_size, width, dtype, token_scales)
+def walk_of(config: Config, block_size: int, width: int, dtype: str, token_scales: bool, interpreted: bool = False) -> Walk:
+    return Walk(config.tile, config.stages, config.consumers, block_size, width, dtype, token_scales, interpreted)
 
 
 def out_width(width: int) -> int:
@@ -60,18 +60,29 @@ def out_width(width: int) -> int:
     return hopper.columns(width, 64)[0][1] if width % 32 == 0 else -(-width // 32) * 32
 
 
+def fits(config: Config, block_size: int, width: int, dtype: str, token_scales: bool, chip: Chip) -> bool:
+    """Whether what it needs of shared memory is there, and two consumers have registers enough: a third of what one has, and they
+    cannot share the conversion of 8 bits."""
+    if config.consumers > 1 and (config.tile > 64 or width > hopper.WIDE or jnp.dtype(dtype).itemsize == 1):
+        return False
+    walk = walk_of(config, block_size, width, dtype, token_scales)
+    return hopper.shared_bytes(walk, out_width(width)) <= chip.fast_memory - RESERVE
+
+
 def heuristic(block_size: int, width: int, dtype: str, token_scales: bool, chip: Chip) -> Config | None:
-    """Two consumers, but one where keys and values must be converted or a state is large; as many stages as fit into shared memory,
-    up to 4. None: not even 2 do."""
-    consumers = 2 if jnp.dtype(dtype).itemsize == 2 and width <= hopper.WIDE else 1
-    for stages in (4, 3, 2):
-        config = Config(64, stages, consumers)
-        if (
-            hopper.shared_bytes(walk_of(config, block_size, width, dtype, token_scales), out_width(width))
-            <= chip.fast_memory - RESERVE
-        ):
-            return config
-    return None
+    """Tiles of 64 tokens; two consumers where that is possible, as many stages as fit, up to 4. None: not even 2 do."""
+    some = (Config(64, stages, consumers) for consumers in (2, 1) for stages in (4, 3, 2))
+    return next((config for config in some if fits(config, block_size, width, dtype, token_scales, chip)), None)
+
+
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    if supports(spec, chip) is not None or chip is None:
+        return []
+    shape = spec.pool.block_size, spec.pool.width, spec.dtype, spec.scales == "token"
+    own = heuristic(*shape, chip)
+    others = [Config(tile, stages, consumers) for tile in (64, 128) for stages in (2, 3, 4) for consumers in (1, 2)]
+    return [] if own is None else [own, *(c for c in others if c != own and fits(c, *shape, chip))]
 
 
 def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
@@ -240,7 +251,7 @@ def attend_tiles(
     token_scales = kv_scales is not None and kv_scales.ndim > 1
     config = config or heuristic(block_size, width, str(kv.dtype), token_scales, chip)
     assert config is not None  # supports
-    walk, pack = walk_of(config, block_size, width, str(kv.dtype), token_scales), packing(group)
+    walk, pack = walk_of(config, block_size, width, str(kv.dtype), token_scales, interpret is not False), packing(group)
     tile = pack.queries * config.consumers
     q = pad_axis(q.astype(walk.compute), 2, width).reshape(tokens, kv_heads, group, width)
     q, first = packed_queries(q, query_start, pack, tile + ROWS)

@@ -1,7 +1,7 @@
 """paged_attention on TPU: tiles of neighbouring tokens, whatever rows they are of; a job is a tile and one of its rows.
 
-So a tile is loaded and its result stored once, and where rows are longer than tiles few queries are computed in vain. Decode rows go
-to paged_decode's kernel. Where the chip's cores share a device (v5p), each takes every other tile.
+So a tile is loaded and its result stored once, and where rows are longer than tiles few queries are computed in vain. Decode rows
+go to paged_decode's kernel. Where the chip's cores share a device (v5p), each takes every other tile.
 """
 
 from typing import Any
@@ -12,27 +12,42 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.layout import ceil_div, pad_axis, take
-from pallas_kernels.common.mosaic_tpu import Options, attend_jobs, refusal, round_up, sized, spec_of, vmem_limit, vmem_of
+from pallas_kernels.common.mosaic_tpu import Options, attend_jobs, choices, fits, refusal, round_up, sized, spec_of, vmem_limit
 from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tpu_stream import CLOSES, OPENS, Config, Jobs
+from pallas_kernels.common.tuning import attention_key, tuned
 from pallas_kernels.paged_decode import mosaic_tpu as decode_kernel
 
 MIN_TOKENS = 16  # of a tile: a register of bfloat16
 
 
 def default_config(spec: AttentionSpec, chip: Chip) -> Config:
-    """Tiles with about twice as many rows as the chip makes operations for each byte that it reads: each byte of context is used for
-    as many. Fewer where they do not fit."""
+    """Tiles with about twice as many rows as the chip makes operations for each byte that it reads, which is how many each byte of
+    context is used for. Fewer where they do not fit."""
     rows = 2 * chip.bf16_tflop_s * 1e3 / chip.read_gb_s
     rows = next(n for n in (256, 512, 1024, 2048) if n > rows / 2**0.5)
     tokens = round_up(min(spec.tokens, max(1, rows // spec.group)), MIN_TOKENS)
     while True:
         config = sized(spec, chip, tokens, spec.group)
-        if tokens == MIN_TOKENS or vmem_of(spec, config, spec.group) <= chip.fast_memory // 2:
+        if tokens == MIN_TOKENS or fits(spec, chip, config, spec.group):
             return config
         tokens = round_up(tokens // 2, MIN_TOKENS)
+
+
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    assert chip is not None, "a backend for some platforms alone is asked with a chip"
+    default = default_config(spec, chip)
+    tiles = [round_up(n, MIN_TOKENS) for n in (default.tokens // 2, default.tokens, default.tokens * 2)]
+    return choices(spec, chip, default, tiles, spec.group)
+
+
+def config_of(spec: AttentionSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if this one fits into it."""
+    default = default_config(spec, chip)
+    config = tuned("paged_attention", "mosaic_tpu", chip, attention_key(spec), default)
+    return config if fits(spec, chip, config, spec.group) else default
 
 
 def most_jobs(tokens: int, rows: int, tile: int, cores: int) -> int:
@@ -111,7 +126,7 @@ def attend(
     kv_heads, block_size, width = kv.shape[3:]
     spec = spec_of(q, kv, block_tables, kv_scales)
     rows, group, cores = spec.rows, spec.group, chip.cores
-    config = config or default_config(spec, chip)
+    config = config or config_of(spec, chip)
     tile = config.tokens
     count = max(pl.cdiv(tokens, tile), cores)
     tiled = pad_axis(pad_axis(q, 2, width), 0, count * tile).reshape(count, tile, kv_heads, group, width)

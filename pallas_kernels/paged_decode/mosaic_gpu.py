@@ -31,19 +31,31 @@ class Config:
     stages: int  # tiles in shared memory
 
 
-def walk_of(config: Config, block_size: int, width: int, dtype: str, token_scales: bool) -> Walk:
-    return Walk(config.tile, config.stages, 1, block_size, width, dtype, token_scales)
+def walk_of(config: Config, block_size: int, width: int, dtype: str, token_scales: bool, interpreted: bool = False) -> Walk:
+    return Walk(config.tile, config.stages, 1, block_size, width, dtype, token_scales, interpreted)
+
+
+def fits(config: Config, block_size: int, width: int, dtype: str, token_scales: bool, chip: Chip) -> bool:
+    """Whether what it needs of shared memory is there."""
+    walk = walk_of(config, block_size, width, dtype, token_scales)
+    return hopper.shared_bytes(walk, hopper.columns(width)[0][1]) <= chip.fast_memory - RESERVE
 
 
 def heuristic(block_size: int, width: int, dtype: str, token_scales: bool, chip: Chip) -> Config | None:
     """Tiles of 64 tokens, of 128 for narrow heads; as many stages as fit into shared memory, up to 4. None: not even 2 do."""
     tile = 128 if width <= 64 and jnp.dtype(dtype).itemsize == 2 else 64
-    for stages in (4, 3, 2):
-        config = Config(tile, stages)
-        need = hopper.shared_bytes(walk_of(config, block_size, width, dtype, token_scales), hopper.columns(width)[0][1])
-        if need <= chip.fast_memory - RESERVE:
-            return config
-    return None
+    some = (Config(tile, stages) for stages in (4, 3, 2))
+    return next((config for config in some if fits(config, block_size, width, dtype, token_scales, chip)), None)
+
+
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    if supports(spec, chip) is not None or chip is None:
+        return []
+    shape = spec.pool.block_size, spec.pool.width, spec.dtype, spec.scales == "token"
+    own = heuristic(*shape, chip)
+    others = [Config(tile, stages) for tile in (64, 128) for stages in (2, 3, 4, 6)]
+    return [] if own is None else [own, *(c for c in others if c != own and fits(c, *shape, chip))]
 
 
 def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
@@ -105,7 +117,7 @@ def body(
         plgpu.barrier_wait(memory["q_full"].at[0])
         last = plgpu.layout_cast(jnp.full((ROWS,), length - 1, jnp.int32), BY_ROW)
         factors = scales_ref if quantized else None
-        state = hopper.consume(walk, softmax, factors, last, begin, length, span, memory)
+        state = hopper.consume(walk, softmax, factors, last, begin, length, span, memory, thread)
         store(state, out_ref.at[split, row, head], lse_ref.at[split, row, head], memory)
 
 
@@ -146,7 +158,7 @@ def decode(
     token_scales = kv_scales is not None and kv_scales.ndim > 1
     config = config or heuristic(block_size, width, str(kv.dtype), token_scales, chip)
     assert config is not None  # supports
-    walk = walk_of(config, block_size, width, str(kv.dtype), token_scales)
+    walk = walk_of(config, block_size, width, str(kv.dtype), token_scales, interpret is not False)
     splits = num_splits or default_splits(rows * kv_heads, block_tables.shape[1] * block_size, chip.cores)
     group = heads // kv_heads
     padded = -(-group // 8) * 8

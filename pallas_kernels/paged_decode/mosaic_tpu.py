@@ -10,11 +10,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.layout import ceil_div, pad_axis
-from pallas_kernels.common.mosaic_tpu import SUBLANES, Options, attend_jobs, refusal, round_up, sized, spec_of, vmem_limit
+from pallas_kernels.common.mosaic_tpu import (
+    SUBLANES,
+    Options,
+    attend_jobs,
+    choices,
+    fits,
+    refusal,
+    round_up,
+    sized,
+    spec_of,
+    vmem_limit,
+)
 from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tpu_stream import CLOSES, OPENS, Config, Jobs
+from pallas_kernels.common.tuning import attention_key, tuned
 
 
 def rows_of(spec: AttentionSpec) -> int:
@@ -24,6 +36,18 @@ def rows_of(spec: AttentionSpec) -> int:
 
 def default_config(spec: AttentionSpec, chip: Chip) -> Config:
     return sized(spec, chip, 1, rows_of(spec))
+
+
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    assert chip is not None, "a backend for some platforms alone is asked with a chip"
+    return choices(spec, chip, default_config(spec, chip), [1], rows_of(spec))
+
+
+def config_of(spec: AttentionSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if this one fits into it."""
+    default = default_config(spec, chip)
+    config = tuned("paged_decode", "mosaic_tpu", chip, attention_key(spec), default)
+    return config if fits(spec, chip, config, rows_of(spec)) else default
 
 
 def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
@@ -75,7 +99,7 @@ def decode(
     rows, heads, head_width = q.shape
     kv_heads, block_size, width = kv.shape[3:]
     spec = spec_of(q, kv, block_tables, kv_scales)
-    config = config or default_config(spec, chip)
+    config = config or config_of(spec, chip)
     group, padded = spec.group, rows_of(spec)
     q = pad_axis(pad_axis(q, 2, width).reshape(rows, kv_heads, group, width), 2, padded)
     options = Options(scale, window, soft_cap, spec.scales, padded, vmem_limit(spec, config, padded, chip))

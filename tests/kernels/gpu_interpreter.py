@@ -54,6 +54,7 @@ def interpret(f: Any, *args: Any, races: bool = False, again: bool = False, **op
     params = plgpu.InterpretGPUParams(detect_races=races)
     call = jax.jit(lambda *a: f(*a, chip=HOPPER, interpret=params, **options), compiler_options=FAST)
     got = jax.tree.map(np.asarray, call(*args))
+    assert not races or not gpu_callbacks.get_races().races_found, "a race, printed above"
     if again:
         jax.tree.map(np.testing.assert_array_equal, call(*args), got)
     return got

@@ -26,7 +26,7 @@ def make(case: Case, window: int | None = None, params=PLAIN, slots=None):
     k, v = rng.standard_normal((2, len(right), case.kv_heads, case.width)).astype(np.float32)
     k[0, 0] = 0
     op = lambda kv, k, v, layer, slots, kv_scales: mosaic_tpu.write(
-        kv, k, v, layer, slots, kv_scales=kv_scales, chip=chip("v6e"), window=window, interpret=params
+        kv, k, v, layer, slots, kv_scales=kv_scales, chip=chip("v6e"), config=window and mosaic_tpu.Config(window), interpret=params
     )
     kernel = interpreted(op, kv, k, v, np.int32(1), right if slots is None else slots, kv_scales)
     return kernel, reference(kv, k, v, 1, right, kv_scales), right
@@ -125,9 +125,10 @@ def test_refuses_with_the_numbers_and_the_remedy(reason):
 @pytest.mark.parametrize(("tokens", "kv_heads", "width"), [(1, 1, 128), (64, 8, 128), (8192, 8, 128), (512, 32, 256)])
 def test_the_windows_fit(one, tokens, kv_heads, width):
     for dtype in ("float32", "bfloat16", "int8"):
-        window = mosaic_tpu.window_of(tokens, kv_heads, width, dtype, one)
-        assert window % 8 == 0
-        assert mosaic_tpu.window_bytes(window, kv_heads, width, dtype) <= one.fast_memory // 2
+        call = replace(spec(kv_heads=kv_heads, width=width), tokens=tokens, dtype=dtype)
+        for config in mosaic_tpu.candidates(call, one):
+            assert config.window % 8 == 0
+            assert mosaic_tpu.bytes_of(call, config) <= one.fast_memory // 2
 
 
 def fitting(case: Case) -> Case:

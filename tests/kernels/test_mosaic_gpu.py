@@ -4,26 +4,18 @@ Every slot that no token was written to is NaN, and so is shared memory before i
 length name no block.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from kernels.gpu_interpreter import (
-    HOPPER,
-    check_attention,
-    check_decode,
-    count_copies,
-    gpu_callbacks,
-    inputs,
-    interpret,
-)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import hopper
 from pallas_kernels.common.layout import PoolShape
-from pallas_kernels.common.spec import TYPICAL_ATTENTION, TYPICAL_DECODE
+from pallas_kernels.common.spec import TYPICAL_ATTENTION, TYPICAL_DECODE, AttentionSpec
 from pallas_kernels.common.targets import chip
 from pallas_kernels.paged_attention import cases as attention_cases
 from pallas_kernels.paged_attention import mosaic_gpu as attention
@@ -31,6 +23,7 @@ from pallas_kernels.paged_attention.cases import Case as A
 from pallas_kernels.paged_decode import cases as decode_cases
 from pallas_kernels.paged_decode import mosaic_gpu as decode
 from pallas_kernels.paged_decode.cases import Case as D
+from tests.kernels.gpu_interpreter import HOPPER, check_attention, check_decode, count_copies, gpu_callbacks, inputs, interpret
 
 EIGHT = ("int8", "float8_e4m3fn")
 
@@ -51,7 +44,7 @@ def test_decode_in_parts_some_of_them_empty():
 
 
 def test_decode_with_every_option():
-    check_decode(replace_case(decode_cases.CASES[-1], lens=(0, 3, 50, 150), group=7, kv_heads=1, stored_width=80, width=72))
+    check_decode(decode_cases.CASES[-1]._replace(lens=(0, 3, 50, 150), group=7, kv_heads=1, stored_width=80, width=72))
 
 
 def test_decode_of_8_bits_with_scales_of_tokens():
@@ -64,7 +57,7 @@ def test_decode_of_blocks_larger_than_a_tile():
 
 
 def test_attention_of_mixed_rows():
-    check_attention(replace_case(attention_cases.CASES[3], dtype="bfloat16", group=3, kv_heads=1), races=True, again=True)
+    check_attention(attention_cases.CASES[3]._replace(dtype="bfloat16", group=3, kv_heads=1), races=True, again=True)
 
 
 def test_attention_of_long_rows_with_every_option():
@@ -76,10 +69,6 @@ def test_attention_of_long_rows_with_every_option():
 def test_attention_of_8_bits_with_scales_of_tokens():
     rows = (130, 70), (16, 16)
     check_attention(A("int8", rows, 90, dtype="int8", scales="token", kv_heads=1, group=2, width=32, sinks=True))
-
-
-def replace_case(case, **changes):
-    return case._replace(**changes)
 
 
 # --- what the interpreter would see -----------------------------------------------------------------------------------------
@@ -119,3 +108,104 @@ def test_every_block_is_copied_once_and_none_outside_the_window(monkeypatch: pyt
     want = {(1, int(context.block_tables[at]), which, head, 0) for at in live for which in (0, 1) for head in (0, 1)}
     assert set(copies) == want and set(copies.values()) == {1}
     assert copies.bytes == len(live) * 2 * 2 * 16 * 64 * 2
+
+
+# --- what they take, and the sizes they choose ------------------------------------------------------------------------------
+
+
+def of_decode(**changes: Any) -> AttentionSpec:
+    """The typical call with other fields, of the spec or of its pool."""
+    pool = {name: value for name, value in changes.items() if name in PoolShape._fields}
+    spec = {name: value for name, value in changes.items() if name not in pool}
+    return replace(TYPICAL_DECODE, pool=TYPICAL_DECODE.pool._replace(**pool), **spec)
+
+
+REFUSED = [
+    ({"dtype": "float32"}, "takes pools of bfloat16, float16, int8 or float8_e4m3fn; got float32"),
+    ({"heads": 8 * 65}, "takes up to 64 query heads a kv head; got 65"),
+    ({"block_size": 48}, "takes blocks of 8, 16, 32, 64, 128 or 256 tokens; got 48"),
+    ({"width": 72}, r"multiples of 32; got 72 \(store 96\)"),
+    ({"width": 512}, r"got 512 \(store 256\)"),
+    ({"blocks": 1 << 24}, "counts heads of blocks in 31 bits"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), REFUSED, ids=str)
+def test_what_a_kernel_cannot_take_is_said(changes, why):
+    reason = decode.supports(of_decode(**changes), HOPPER)
+    assert reason is not None and re.search(why, reason), reason
+    assert attention.supports(of_decode(**changes), HOPPER) == reason
+
+
+def test_they_take_what_they_are_for():
+    for dtype, scales in (("bfloat16", "none"), ("float16", "none"), ("int8", "token"), ("float8_e4m3fn", "tensor")):
+        for width in (64, 96, 128, 192, 256):
+            pool = TYPICAL_DECODE.pool._replace(width=width)
+            for op, spec in ((decode, TYPICAL_DECODE), (attention, TYPICAL_ATTENTION)):
+                assert op.supports(replace(spec, dtype=dtype, scales=scales, pool=pool), HOPPER) is None
+    assert decode.supports(replace(TYPICAL_DECODE, pool=TYPICAL_DECODE.pool._replace(width=80)), HOPPER) is None
+    for other in (chip("sm_80"), chip("sm_100"), None):
+        assert "is for sm_90a" in (decode.supports(TYPICAL_DECODE, other) or "")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("op", [decode, attention], ids=["decode", "attention"])
+def test_sizes_to_try_fit_into_shared_memory_and_the_first_is_the_own(op, dtype: str):
+    spec = replace(TYPICAL_DECODE, dtype=dtype, scales="token" if dtype == "int8" else "none")
+    shape = spec.pool.block_size, spec.pool.width, dtype, dtype == "int8"
+    found = op.candidates(spec, HOPPER)
+    assert len(found) > 2 and found[0] == op.heuristic(*shape, HOPPER) and len(set(found)) == len(found)
+    for config in found:
+        walk = op.walk_of(config, *shape)
+        assert hopper.shared_bytes(walk, spec.pool.width if op is decode else 64) < HOPPER.fast_memory
+        assert walk.consumers == 1 or dtype == "bfloat16"
+    assert op.candidates(replace(spec, dtype="float32", scales="none"), HOPPER) == []
+
+
+def test_queries_of_a_group_fill_the_rows_of_a_warpgroup():
+    """Each query's heads lie together, and copies of queries begin at multiples of 8 rows."""
+    for group in range(1, hopper.ROWS + 1):
+        pack = attention.packing(group)
+        assert pack.group >= group and pack.queries >= 1 and pack.queries * pack.group <= hopper.ROWS
+        assert pack.queries % pack.align == 0 and pack.align * pack.group % 8 == 0
+
+
+# --- in full ----------------------------------------------------------------------------------------------------------------
+
+
+def taken(cases):
+    """Those that the kernels take, in bfloat16 where they are in float32."""
+    named = [case._replace(dtype="bfloat16", name=f"{case.name} as bf16") if case.dtype == "float32" else case for case in cases]
+    return [case for case in named if (case.stored_width or case.width) % (32 if case.dtype in EIGHT else 16) == 0]
+
+
+FULL_WIDTHS = [
+    D(f"width {width} {dtype}", (0, 1, 33, 150), width=width, group=group, dtype=dtype, scales=scales, kv_heads=1)
+    for width, group in ((64, 1), (80, 7), (96, 5), (128, 16), (192, 3), (256, 2))
+    for dtype, scales in (("bfloat16", "none"), ("int8", "token"), ("float8_e4m3fn", "tensor"))
+    if width % 32 == 0 or dtype == "bfloat16"
+]
+FULL_BLOCKS = [
+    D(f"blocks of {size}", (size - 1, size, size + 1, 3 * size), block_size=size, window=window, dtype="bfloat16")
+    for size in (8, 16, 32, 64, 128, 256)
+    for window in (None, size, 20)
+]
+
+
+@pytest.mark.kernels_full
+@pytest.mark.parametrize("splits", [1, 2, 5, 16])
+@pytest.mark.parametrize("case", [*taken(decode_cases.CASES), *FULL_WIDTHS, *FULL_BLOCKS], ids=lambda case: case.name)
+def test_decode_in_full(case: D, splits: int):
+    check_decode(case, num_splits=splits, races=splits == 2)
+
+
+FULL_MIXED = [
+    A(f"mixed {c.name}", attention_cases.MIXED, 72, num_decode=3, width=c.width, group=c.group, dtype=c.dtype, scales=c.scales)
+    for c in FULL_WIDTHS
+]
+
+
+@pytest.mark.kernels_full
+@pytest.mark.parametrize("case", [*taken(attention_cases.CASES), *FULL_MIXED], ids=lambda case: case.name)
+def test_attention_in_full(case: A):
+    check_attention(case, races=True)

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.aot_gpu, pytest.mark.skipif(missing("sm_90a") is not N
 HOPPER = chip("sm_90a")
 ROWS, TOKENS, TABLE, LAYERS, BLOCKS, KV_HEADS = 64, 512, 128, 32, 4096, 8
 EIGHT = "float8_e4m3fn"
+STORED = [("bfloat16", "none"), ("float16", "none"), ("int8", "tensor"), ("int8", "token"), (EIGHT, "none"), (EIGHT, "tensor")]
 full = pytest.mark.kernels_full
 full_options = {"window": 500, "soft_cap": 30.0}
 
@@ -52,7 +53,7 @@ CASES = [
     ("attention", 128, "bfloat16", 4, 64, "none", full_options),
     *(pytest.param(op, 128, dtype, 4, block, scales, options, marks=full)
       for op in ("decode", "attention")
-      for dtype, scales in (("bfloat16", "none"), ("float16", "none"), ("int8", "tensor"), ("int8", "token"), (EIGHT, "none"), (EIGHT, "tensor"))
+      for dtype, scales in STORED
       for block in (16, 256)
       for options in ({}, full_options)),
     *(pytest.param(op, width, dtype, group, 64, "token" if dtype == "int8" else "none", {}, marks=full)

@@ -1,0 +1,59 @@
+"""The whole step of a Llama 3 8B compiled to machine code for an H200 without one: the kernels are in it, the pool is written in
+place."""
+
+import re
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from pagedjax.buckets import Bucket
+from pagedjax.config import EngineConfig, ModelConfig, with_options
+from pagedjax.device.compile import lower_step
+from pagedjax.device.lanes import abstract_lanes
+from pagedjax.device.params import abstract_params, shard_layout
+from pagedjax.device.sharding import state_shardings
+from pagedjax.device.step import StepSpec
+from pagedjax.memory import kv_dtype, pool_shape
+from pagedjax.models import model_for
+from pagedjax.state import DeviceState
+from pallas_kernels.aot.targets import devices_for, missing
+from tests.test_aot_tpu import LLAMA_3_8B
+
+pytestmark = [
+    pytest.mark.aot_gpu,
+    pytest.mark.kernels_full,  # half a minute each
+    pytest.mark.skipif(missing("sm_90a") is not None, reason=str(missing("sm_90a"))),
+]
+
+
+def abstract_state(mesh: Mesh, cfg: ModelConfig, num_blocks: int) -> DeviceState:
+    config = with_options(EngineConfig(), {"dtype": "bfloat16", "block_size": 64})
+    layout = shard_layout(cfg, 1)
+    pool = jax.ShapeDtypeStruct(pool_shape(config, layout.cfg, "cuda", num_blocks), kv_dtype(config))
+    state = DeviceState(kv=cast(Any, pool), lanes=abstract_lanes(64, 8192, layout.vocab))
+    shardings = state_shardings(state, mesh)
+    return jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, shardings)
+
+
+@pytest.mark.parametrize(("bucket", "kernels"), [(Bucket(64, 64), 1), (Bucket(512, 64), 2)], ids=str)
+def test_a_whole_step_attends_by_kernels_and_writes_the_pool_in_place(bucket: Bucket, kernels: int) -> None:
+    """A decode bucket has one kernel in its scan over the layers; one of mixed rows has that and the one for tiles of queries.
+    Temporaries stay below one layer's K and V."""
+    devices = np.asarray(devices_for("sm_90a")[:1]).reshape(1, 1)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    layout, model = shard_layout(LLAMA_3_8B, 1), model_for(LLAMA_3_8B.architecture)
+    params = abstract_params(model.param_specs(layout.cfg, "bfloat16", layout.vocab), layout.cfg, mesh, stacked=True)
+    state = abstract_state(mesh, LLAMA_3_8B, 2048)
+    compiled = lower_step(StepSpec(model, layout.cfg, mesh, 1), bucket, params, state, 8192 // 64).compile()
+    text, memory = compiled.as_text() or "", compiled.memory_analysis()
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == kernels
+    pool = int(np.prod(state.kv.shape)) * state.kv.dtype.itemsize
+    shape = ",".join(str(n) for n in state.kv.shape)
+    lines = [line for line in text.splitlines() if f"bf16[{shape}]" in line]
+    assert lines and not [line for line in lines if re.search(r" copy(-start)?\(", line)]
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool // LLAMA_3_8B.num_layers, f"{memory.temp_size_in_bytes >> 20} MiB"
