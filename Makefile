@@ -1,5 +1,6 @@
 # make demo    install, fetch a small real model, answer eight chat prompts at once
 # make test    install, run the tests (what .ci/run calls)
+# make acceptance  programs that nobody here wrote drive the server (installs them)
 # make lint    ruff and pyright, as CI does
 # make models  fetch the model that the demo and some tests use
 # make vocabs  fetch vocabularies of other models, for more tests of tokenizers (77 MB)
@@ -21,7 +22,7 @@ GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 # Trust what the system trusts: some networks have a certificate of their own.
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: demo test lint models vocabs install protos aot aot-short kernels gpu-checks bench experiments clean
+.PHONY: demo test acceptance lint models vocabs install protos aot aot-short kernels gpu-checks bench experiments clean
 
 # --- environment ---------------------------------------------------------------------------------------------------------
 
@@ -52,7 +53,7 @@ vocabs: .venv/ready
 	$(PY) tests/golden/fetch_vocabs.py --uv "$(UV)"
 
 # Tests are written for CPU (they simulate several devices); the rest runs on what JAX finds.
-test lint aot aot-short kernels: export JAX_PLATFORMS ?= cpu
+test acceptance lint aot aot-short kernels: export JAX_PLATFORMS ?= cpu
 
 # --- what people run -----------------------------------------------------------------------------------------------------
 
@@ -61,6 +62,10 @@ demo: .venv/ready $(GGUF)
 
 test: .venv/ready
 	$(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --cov --cov-report=term:skip-covered
+
+acceptance: .venv/ready
+	$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --group acceptance
+	$(PY) -m pytest tests/acceptance
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .

@@ -37,13 +37,13 @@ class Limits:
 
 
 def check_text(limits: Limits, text: str) -> None:
+    check_chars(limits, len(text))
+
+
+def check_chars(limits: Limits, count: int) -> None:
+    """`count`: characters of a prompt, in all its parts."""
     most = limits.max_prompt_chars
-    check_limit(
-        not most or len(text) <= most,
-        "prompt_too_long",
-        f"a prompt may have {most} characters; got {len(text)}",
-        "prompt",
-    )
+    check_limit(not most or count <= most, "prompt_too_long", f"a prompt may have {most} characters; got {count}", "prompt")
 
 
 def check_batch(limits: Limits, count: int) -> None:

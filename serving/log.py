@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -9,7 +10,14 @@ from typing import Any, Literal
 from serving.events import Ended, Event, Observer, Refused
 
 LOG = logging.getLogger("pagedjax.serving")
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 FIELDS = "fields"  # attribute of a record: what a program would look for, by name
+
+
+def trace_id_of(traceparent: str) -> str:
+    """The id in a W3C trace context (version-traceid-parentid-flags); "" where it is none."""
+    found = TRACEPARENT.fullmatch(traceparent)
+    return found[1] if found else ""
 
 
 class JsonLines(logging.Formatter):

@@ -8,6 +8,7 @@ from pagedjax.commands.start import start
 from pagedjax.flags import engine_config
 from serving.config import ServeConfig
 from serving.frontend import Frontend
+from serving.http.app import open_http
 from serving.log import LOG, setup
 from serving.rpc.listen import open_grpc
 from serving.server import Listener, Open, serve
@@ -23,7 +24,8 @@ def run(command: Any) -> int:
 
 def openers(config: ServeConfig) -> list[Open]:
     """What listens, by the configuration."""
-    return [open_grpc] if config.grpc_port is not None else []
+    wanted = ((open_grpc, config.grpc_port), (open_http, config.http_port))
+    return [open_one for open_one, port in wanted if port is not None]
 
 
 def announce(frontend: Frontend, listeners: Sequence[Listener]) -> None:

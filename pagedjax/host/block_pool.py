@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from pagedjax.host.retention import IdleBlocks
 
 
@@ -122,6 +124,13 @@ class BlockPool:
         count = len(self._idle)
         self._free += [self._reuse() for _ in range(count)]
         return count
+
+    def states(self) -> bytes:
+        """Of each block but scrap: 0 free, 1 free but readable, 2 in use, 3 in use by more than one."""
+        refs = np.asarray(self._refs)
+        states = np.where(refs > 1, 3, np.where(refs == 1, 2, 0)).astype(np.uint8)
+        states[list(self._idle)] = 1
+        return states[1:].tobytes()
 
     def check(self, held: Iterable[Iterable[int]]) -> None:
         """Recounts ownership from the block lists of all sequences; raises AssertionError where it does not add up."""

@@ -217,12 +217,14 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one sequence. `recomputed`: computed again after a preemption. `cached`: found in the prefix cache."""
+    """Tokens of one sequence. `recomputed`: computed again after a preemption. `cached`: found in the prefix cache. `waited`:
+    seconds from its arrival until it first ran; usages that differ in it alone are equal."""
 
     prompt: int = 0
     cached: int = 0
     generated: int = 0
     recomputed: int = 0
+    waited: float = field(default=0.0, compare=False)
 
 
 class TokenEvent(NamedTuple):

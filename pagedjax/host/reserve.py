@@ -85,6 +85,13 @@ class BuddyPool:
     def num_idle(self, blocks: Iterable[int]) -> int:
         return 0
 
+    def states(self) -> bytes:
+        """Of each block but scrap: 0 free, 2 in use; as BlockPool has them."""
+        states = bytearray(self.capacity)
+        for first, (_, count) in self._runs.items():
+            states[first - 1 : first - 1 + count] = bytes([2]) * count
+        return bytes(states)
+
     def check(self, held: Iterable[Iterable[int]]) -> None:
         """Recounts ownership; raises AssertionError where it does not add up."""
         given = sorted(block for first, (_, count) in self._runs.items() for block in range(first, first + count))

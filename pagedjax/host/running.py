@@ -226,9 +226,10 @@ class Running:
             self.tables.drop_places(sequence)
             sequence.num_scheduled = sequence.num_committed = known
             self.stats.cached_tokens += known
+            self.stats.entered_tokens += len(sequence.tokens)
         what = "resumed" if sequence.highest else "admitted"
         if sequence.highest == 0:
-            sequence.cached = known
+            sequence.cached, sequence.waited = known, step.now - sequence.arrival
             self.entrance.entered(sequence, known, step.now)
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
         blocks = sequence.num_held

@@ -212,7 +212,9 @@ class Scheduler:
         now, events = self.clock(), self.take_ended()
         if seconds is not None:
             decode = sum(row.count == 1 for row in plan.rows) * plan.steps
-            self.entrance.rates.observe(sum(row.count for row in plan.rows if row.count > 1), decode, seconds, plan.steps)
+            prefill = sum(row.count for row in plan.rows if row.count > 1)
+            self.entrance.rates.observe(prefill, decode, seconds, plan.steps)
+            self.stats.took(prefill, decode, seconds, plan.steps)
         for row, result in zip(plan.rows, results, strict=True):
             sequence = self._live.get((row.request_id, row.index))
             if sequence is None or sequence.epoch != row.epoch:
@@ -386,7 +388,9 @@ class Scheduler:
         stats, size = self.stats, self.block_size
         stats.steps += plan.steps
         stats.copies += len(plan.copies)
-        stats.scheduled_tokens += sum(max(row.count, row.steps) for row in plan.rows)
+        tokens = sum(max(row.count, row.steps) for row in plan.rows)
+        stats.scheduled_tokens += tokens
+        stats.step_tokens.observe(tokens)
         stats.slots_held = (self.pool.capacity - self.pool.num_free) * size
         stats.slot_steps.external += self.pool.num_free * size * plan.steps
         stats.waste = stats.lookahead = worst = 0

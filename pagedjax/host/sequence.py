@@ -5,10 +5,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagedjax.host.constraint import Constraint
+from pagedjax.host.histogram import Histogram
 from pagedjax.host.prefix_cache import Content
 from pagedjax.host.request import FinishReason, Logprobs, Request, Usage
 
 Key = tuple[str, int]  # request id, index of the sequence
+PHASES = ("prefill", "decode", "mixed")  # of a step: what its rows do
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +35,7 @@ class Sequence:
     num_pending: int = 0  # tokens sampled by steps in flight
     recomputed: int = 0
     cached: int = 0  # prompt tokens that were in the cache when it first entered
+    waited: float = 0.0  # seconds from its arrival until then
     highest: int = 0  # positions that were in the cache in any life
     named: int = 0  # its first blocks, those that others may share
     hashes: list[list[tuple[bytes, Content]]] = field(
@@ -93,7 +98,7 @@ class Sequence:
 
     def usage(self) -> Usage:
         generated = len(self.tokens) - self.prompt_len
-        return Usage(prompt=self.prompt_len, cached=self.cached, generated=generated, recomputed=self.recomputed)
+        return Usage(self.prompt_len, self.cached, generated, self.recomputed, self.waited)
 
 
 @dataclass
@@ -132,7 +137,8 @@ class Stats:
     preemptions: int = 0
     swaps: int = 0  # preemptions that kept the sequence in host memory
     recomputed_tokens: int = 0
-    cached_tokens: int = 0  # that a sequence found in the prefix cache when it entered
+    entered_tokens: int = 0  # that a sequence had when it entered, or came back
+    cached_tokens: int = 0  # of them, those it found in the prefix cache, or shared with another sample
     copies: int = 0  # blocks copied on write
     slots_held: int = 0
     waste: int = 0
@@ -142,3 +148,10 @@ class Stats:
     running: int = 0
     waiting: int = 0
     slot_steps: Waste = field(default_factory=Waste)
+    step_seconds: dict[str, Histogram] = field(default_factory=lambda: {name: Histogram(STEP_SECONDS) for name in PHASES})
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_TOKENS))  # computed by a dispatch, padding apart
+
+    def took(self, prefill: int, decode: int, seconds: float, steps: int) -> None:
+        """A dispatch of so many steps, with tokens of prompts and of answers, took so long."""
+        phase = "decode" if not prefill else "mixed" if decode else "prefill"
+        self.step_seconds[phase].observe(seconds / steps, steps)

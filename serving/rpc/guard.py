@@ -1,7 +1,6 @@
 """What stands before every method: who calls, and how what goes wrong is told."""
 
 import contextlib
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
@@ -13,11 +12,10 @@ import grpc.aio
 from pagedjax.errors import EngineStopped, UserError
 from serving.auth import Caller, Keys, authenticate
 from serving.errors import Refusal, refusal
-from serving.log import LOG
+from serving.log import LOG, trace_id_of
 from serving.rpc import status
 
 OPEN = ("/grpc.health.v1.Health/",)  # asked by who has no key
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _caller: ContextVar[Caller] = ContextVar("caller")
 
 
@@ -33,10 +31,9 @@ def deadline(context: grpc.aio.ServicerContext) -> float | None:
 
 
 def trace_id(context: grpc.aio.ServicerContext) -> str:
-    """Of the client's trace (W3C trace context: version-traceid-parentid-flags); "" where it has none."""
+    """Of the client's trace; "" where it has none."""
     given = next((value for name, value in context.invocation_metadata() or () if name == "traceparent"), "")
-    found = TRACEPARENT.fullmatch(given) if isinstance(given, str) else None
-    return found[1] if found else ""
+    return trace_id_of(given) if isinstance(given, str) else ""
 
 
 class Guard(grpc.aio.ServerInterceptor):

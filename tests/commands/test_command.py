@@ -62,6 +62,7 @@ def test_generate_json(run: Run):
     first, second = [json.loads(line) for line in out.splitlines()]
     assert (first["prompt"], first["prompt_token_ids"], first["text"]) == ("Once upon", [1, 403, 407], ONCE)
     assert (first["finish_reason"], first["stop_reason"]) == ("length", None)
+    assert first["usage"].pop("waited") >= 0
     assert first["usage"] == {"prompt": 3, "cached": 0, "generated": 12, "recomputed": 0}
     assert [p["token"] for p in first["logprobs"]] == first["token_ids"]
     assert all(p["rank"] == 1 and len(p["top"]) == 2 and p["top"][0]["logprob"] == p["logprob"] for p in first["logprobs"])

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API, and the pages beside it, over one Frontend."""

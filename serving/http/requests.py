@@ -1,0 +1,195 @@
+"""What the HTTP endpoints take: the names of OpenAI's API, and beyond them those that vLLM gave to what it has not.
+
+Types are strict (no "5" for 5), null means absent, and a field that is not here is refused by its name.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
+
+from pagedjax.errors import check
+
+# The first wrong entry of a list is enough: a body may hold millions.
+type Integers = Annotated[list[int], FailFast()]
+type Strings = Annotated[list[str], FailFast()]
+type Objects = Annotated[list[dict[str, Any]], FailFast()]
+BIAS = {"type": "object", "additionalProperties": {"type": "number"}}
+PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
+    ]
+}
+
+
+class Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Harmless(Fields):
+    """Taken and not used: nothing about an answer depends on them. docs/serving-http.md has the same list."""
+
+    user: Any = None
+    store: Any = None  # answers are never stored
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; true is refused where it is read
+
+
+class Sampling(Harmless):
+    """What chat and completions share. `None`: as the model's makers recommend, or SamplingParams has it."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(BIAS)] = None  # by token id, which JSON writes as a string
+    allowed_token_ids: Integers | None = None
+    bad_words: Strings | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Integers | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None  # None: n
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    cache_salt: str | None = None  # only requests of one tenant with the same salt share cached blocks
+    service_tier: Literal["auto", "default", "flex"] | None = None  # flex: the pool of batch requests
+    return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class Message(BaseModel):
+    """One turn. Further fields reach the chat template, which may know them."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | Objects | None = None
+
+
+class Function(Fields):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+type Messages = Annotated[list[Message], FailFast(), Field(min_length=1)]
+type Tools = Annotated[list[Tool], FailFast()]
+
+
+class Conversation(Fields):
+    """What a chat template renders."""
+
+    messages: Messages
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None  # None: true
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(Sampling, Conversation):
+    max_completion_tokens: int | None = None  # the newer name of max_tokens
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampling):
+    prompt: Annotated[Any, WithJsonSchema(PROMPT)]
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None  # None: true
+
+
+class ResponsesRequest(Harmless):
+    """The basic form: text in, one message out, nothing kept."""
+
+    user: str | None = None  # repeated
+    metadata: dict[str, str] | None = None  # repeated, too
+
+    input: str | Objects
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_logprobs: int | None = None
+    include: Strings | None = None
+    text: dict[str, Any] | None = None
+    tools: Objects | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    service_tier: Literal["auto", "default", "flex"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Fields):
+    """Of a text, or of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    model: str | None = None
+    tokens: Integers
+
+
+def as_prompts(value: Any) -> list[str | tuple[int, ...]]:
+    """The prompts of a completion: one text, the ids of one, or a list of either."""
+    rule = "prompt must be a text, a list of token ids, or a list of either"
+    if isinstance(value, str):
+        return [value]
+    check(isinstance(value, list) and len(value) > 0, f"{rule}; got {value!r:.80}")
+    if _is_ids(value):
+        return [tuple(value)]
+    prompts: list[str | tuple[int, ...]] = []
+    for prompt in value:
+        check(isinstance(prompt, str) or (isinstance(prompt, list) and _is_ids(prompt)), f"{rule}; got {prompt!r:.80} in a list")
+        prompts.append(prompt if isinstance(prompt, str) else tuple(prompt))
+    return prompts
+
+
+def _is_ids(values: Sequence[Any]) -> bool:
+    return len(values) > 0 and all(type(value) is int for value in values)

@@ -1,0 +1,56 @@
+"""schemathesis makes requests of our own OpenAPI description, right ones and wrong ones: none of them may be answered by a 5xx."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import schemathesis
+from http_server import Server, chat_model, running
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[Server]:
+    with chat_model(tmp_path_factory.mktemp("chat"), compile_cache) as llm, running(llm) as server:
+        yield server
+        assert server.frontend.open_requests == 0 and not llm.engine.has_work()
+        llm.engine.scheduler.check()
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> schemathesis.BaseSchema:
+    schema = schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json").json())
+    schema.config.update(base_url=server.url)
+    return schema
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("path", PATHS)
+def test_no_request_is_answered_by_an_error_of_ours(server: Server, api: schemathesis.BaseSchema, path: str, mode: GenerationMode):
+    statuses: Counter[int] = Counter()
+    operation = api[path]["POST"]
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @given(operation.as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        response = case.call()
+        statuses[response.status_code] += 1
+        assert response.status_code < 500, f"{response.status_code}: {response.text}"
+        if response.status_code >= 400:
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["message"]
+
+    check()
+    print(path, mode.value, dict(statuses))
+    assert statuses.total() >= 100
+    if mode == GenerationMode.NEGATIVE:  # nothing that the description rules out is answered
+        assert statuses[200] == 0
+
+
+def test_all_paths_are_tried(server: Server):
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    assert {path for path, methods in paths.items() if "post" in methods} == set(PATHS)

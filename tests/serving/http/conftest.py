@@ -1,0 +1,40 @@
+"""stories260K with a tiny chat template, behind a server for each module."""
+
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from http_server import Server, chat_model, running
+
+from pagedjax import LLM
+
+
+@pytest.fixture(scope="session")
+def chat_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    with chat_model(tmp_path_factory.mktemp("chat"), compile_cache) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server(chat_llm: LLM) -> Iterator[Server]:
+    """One for each module; nothing may be left open or held by it."""
+    with running(chat_llm) as server:
+        yield server
+        assert server.frontend.open_requests == 0
+        server.on_engine(lambda engine: engine.scheduler.check())
+        pool = chat_llm.engine.scheduler.pool
+        assert pool.num_free == pool.capacity
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def slow_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes 20 ms longer, so that a request is there for a while."""
+    step = server.llm.engine.step
+    monkeypatch.setattr(server.llm.engine, "step", lambda: (time.sleep(0.02), step())[1])
