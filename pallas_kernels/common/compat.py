@@ -1,8 +1,10 @@
 """What differs between the versions of JAX that are supported, and what they need to be told."""
 
 import contextlib
+from typing import Any
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, get_abstract_mesh, use_abstract_mesh
 
 from pallas_kernels.common.targets import Chip
@@ -17,3 +19,12 @@ def traced_for(chip: Chip) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     device = AbstractDevice(device_kind=chip.kinds[0], num_cores=chip.cores, platform=platform)
     return use_abstract_mesh(mesh.update(abstract_device=device))
+
+
+def save(ref: Any, x: jax.Array) -> None:
+    """ref[...] = x in a Mosaic GPU kernel, for registers that do not lie so that whole cache lines are written at once: JAX 0.12
+    must be told, and before it there was nothing to tell."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x

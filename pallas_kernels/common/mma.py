@@ -15,10 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.compat import save
 from pallas_kernels.common.layout import LOWEST, MASKED
 from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.splits import LOG2E
 from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.tuning import attention_key, tuned
 
 PIECE = 64  # columns
 
@@ -117,6 +119,20 @@ def heuristic(rows: int, width: int, chip: Chip) -> Config:
     return next((c for c in choices if shared_bytes(rows, width, c) <= chip.fast_memory // 2), choices[-1])
 
 
+def config_of(op: str, rows: int, spec: AttentionSpec, chip: Chip) -> Config:
+    """What was measured for such calls, if this one has room for it, or else `heuristic`."""
+    default = heuristic(rows, spec.pool.width, chip)
+    config = tuned(op, "mosaic_gpu_sm80", chip, attention_key(spec), default)
+    return config if shared_bytes(rows, spec.pool.width, config) <= chip.fast_memory else default
+
+
+def candidates(rows: int, spec: AttentionSpec, chip: Chip) -> list[Config]:
+    """As of the table of backends, for this many rows of queries."""
+    default = heuristic(rows, spec.pool.width, chip)
+    others = [Config(tile, stages) for tile in (32, 64) for stages in (2, 3, 4)]
+    return [default] + [c for c in others if c != default and shared_bytes(rows, spec.pool.width, c) <= chip.fast_memory]
+
+
 def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
     """As of the table of backends."""
     pool = spec.pool
@@ -135,16 +151,26 @@ def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
 
 
 def fetch(
-    walk: Walk, kv_ref: Any, table_ref: Any, place: tuple, row: jax.Array, end: jax.Array, i: jax.Array, slot, memory
+    walk: Walk,
+    kv_ref: Any,
+    table_ref: Any,
+    place: tuple,
+    row: jax.Array,
+    begin: jax.Array,
+    end: jax.Array,
+    i: jax.Array,
+    slot,
+    memory,
 ) -> None:
     """Begins to copy keys and values of the tokens of tile i. kv_ref is the pool as a matrix, a token and head a row; `place` is
-    (the first block of the layer, kv heads, the kv head). Blocks behind the last token's are not read: it stands in for them."""
+    (the first block of the layer, kv heads, the kv head). Blocks without a token from begin to end - 1 are not read: the nearest
+    that has one is copied again in their place."""
     base, kv_heads, head = place
-    last = lax.div(end - 1, jnp.int32(walk.block_size))
+    nearest, last = (lax.div(token, jnp.int32(walk.block_size)) for token in (begin, end - 1))
     for j in range(walk.copies):
         token = i * walk.tile + j * walk.unit
         index, offset = lax.div(token, jnp.int32(walk.block_size)), lax.rem(token, jnp.int32(walk.block_size))
-        block = 2 * (base + table_ref[row, jnp.minimum(index, last)])
+        block = 2 * (base + table_ref[row, jnp.clip(index, nearest, last)])
         for which, ring in ((0, memory["k_ring"]), (1, memory["v_ring"])):
             start = ((block + which) * kv_heads + head) * walk.block_size + offset
             source = kv_ref.at[pl.ds(pl.multiple_of(start, walk.unit), walk.unit)]
@@ -202,14 +228,17 @@ def attend_tiles(
     ahead = walk.stages - 1
     parts = columns(walk.width)
     q = [plgpu.load(q_ref.at[:, part], layout=walk.left, optimized=False) for part in parts]
-    get = lambda i: fetch(walk, kv_ref, table_ref, place, row, end, i, lax.rem(i - first, jnp.int32(walk.stages)), memory)
+    ring = lambda i: lax.rem(i - first, jnp.int32(walk.stages))  # the place of a tile in it
+    get = lambda i: fetch(walk, kv_ref, table_ref, place, row, begin, end, i, ring(i), memory)
     for j in range(ahead):
         pl.when(first + j < after)(lambda j=j: get(first + j))
 
     def step(i, carry):
         top, total, acc = carry
-        slot = lax.rem(i - first, jnp.int32(walk.stages))
+        slot = ring(i)
         more = i + ahead < after
+        if walk.tma:
+            plgpu.commit_smem()  # what was read from the slot that is written to next
         pl.when(more)(lambda: get(i + ahead))
         if walk.tma:
             plgpu.barrier_wait(memory["full"].at[slot])
@@ -234,8 +263,7 @@ def attend_tiles(
 
         return new_top, total, [gather(one, part) for one, part in zip(acc, parts, strict=True)]
 
-    by_row = walk.matrix.reduce(1)
-    state = (plgpu.layout_cast(jnp.full((walk.rows,), x, jnp.float32), by_row) for x in (LOWEST, 0.0))
+    state = (plgpu.layout_cast(jnp.full((walk.rows,), x, jnp.float32), walk.matrix.reduce(1)) for x in (LOWEST, 0.0))
     return lax.fori_loop(first, after, step, (*state, [zeros(walk, part.size) for part in parts]))
 
 
@@ -253,5 +281,5 @@ def result(walk: Walk, top: jax.Array, total: jax.Array, acc: list[jax.Array]) -
 def store(walk: Walk, out_ref: Any, lse_ref: Any, out: list[jax.Array], lse: jax.Array) -> None:
     """Writes what `result` gives: out_ref f32[rows, D'], lse_ref f32[rows]."""
     for one, part in zip(out, columns(walk.width), strict=True):
-        plgpu.store(out_ref.at[:, part], one, optimized=False)
-    plgpu.store(lse_ref, lse, optimized=False)
+        save(out_ref.at[:, part], one)
+    save(lse_ref, lse)

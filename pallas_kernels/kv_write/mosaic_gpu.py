@@ -12,14 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.compat import traced_for
+from pallas_kernels.common.compat import save, traced_for
 from pallas_kernels.common.layout import pad_axis
 from pallas_kernels.common.quantized import is_quantized, largest
 from pallas_kernels.common.spec import WriteSpec
 from pallas_kernels.common.targets import Chip
 
 FLOATS = ("float32", "bfloat16", "float16")
-ROUND = 1.5 * 2.0**23  # added and taken away again, it rounds an f32 below 2**22 to the nearest integer, ties to even
 
 
 def supports(spec: WriteSpec, chip: Chip | None) -> str | None:
@@ -64,14 +63,14 @@ def body(kv_ref, made_ref, k_ref, v_ref, given_ref, layer_ref, slots_ref, *, tok
                 if token_scales:
                     top = jnp.max(jnp.abs(x), axis=1) / largest(dtype)
                     scale = jnp.where(top == 0.0, 1.0, top)
-                    plgpu.store(made_ref.at[layer, block, which, :, place], scale, optimized=False)
+                    save(made_ref.at[layer, block, which, :, place], scale)
                     x = x / plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), matrix)
                 elif given_ref is not None:
                     x = x / given_ref[which]
                 x = jnp.minimum(jnp.maximum(x, -largest(dtype)), largest(dtype))
                 if dtype == jnp.int8:
-                    x = (x + ROUND) - ROUND
-            plgpu.store(kv_ref.at[layer, block, which, :, place], x.astype(dtype), optimized=False)
+                    x = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+            save(kv_ref.at[layer, block, which, :, place], x.astype(dtype))
 
 
 def write(

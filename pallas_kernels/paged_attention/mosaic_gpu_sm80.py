@@ -13,17 +13,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common import mma
 from pallas_kernels.common.compat import traced_for
-from pallas_kernels.common.layout import ceil_div, pad_axis, take
-from pallas_kernels.common.mma import Config, Softmax, Walk, attend_tiles, heuristic, result, scratch, store, supports
+from pallas_kernels.common.layout import ceil_div, check_pool, pad_axis, take
+from pallas_kernels.common.mma import Config, Softmax, Walk, attend_tiles, result, scratch, store, supports
+from pallas_kernels.common.spec import AttentionSpec, attention_spec
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tiles import places_in, tiles_of
 from pallas_kernels.paged_decode import mosaic_gpu_sm80 as one
 
-__all__ = ["Config", "attend", "supports"]
+__all__ = ["Config", "attend", "candidates", "supports"]
 
 ROWS = 64  # of queries in a tile
+
+
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    return [] if chip is None else mma.candidates(ROWS, spec, chip)
 
 
 def attend(
@@ -50,7 +57,8 @@ def attend(
     blocks, _, kv_heads, block_size, width = kv.shape[1:]
     rows, group = block_tables.shape[0], heads // kv_heads
     size = ROWS // group  # tokens of a tile
-    chosen = config or heuristic(ROWS, width, chip)
+    spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, "none")
+    chosen = config or mma.config_of("paged_attention", ROWS, spec, chip)
     tma = chip.name != "sm_80"
     walk = Walk(ROWS, chosen.tile, chosen.stages, block_size, width, str(kv.dtype), tma, bool(interpret))
     tiles = tiles_of(query_start, context_lens, num_decode, tokens, size)
@@ -63,7 +71,7 @@ def attend(
         begin = jnp.maximum(position + 1 - window, 0) if window is not None else jnp.int32(0)
         end = position + count
         span = lax.div(begin, jnp.int32(walk.tile)), jnp.where(count > 0, ceil_div(end, walk.tile), 0)
-        token = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=walk.matrix.reduce(1)) // group
+        token = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=walk.matrix.reduce(1)), jnp.int32(group))
         last = jnp.minimum(position + token, end - 1)
         place = layer_ref[0] * blocks, kv_heads, head
         mine = q_ref.at[head, pl.ds(start * group, ROWS)]

@@ -14,26 +14,43 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.common.compat import traced_for
-from pallas_kernels.common.layout import ceil_div, pad_axis
+from pallas_kernels.common.layout import ceil_div, check_pool, pad_axis
 from pallas_kernels.common.quantized import compute_dtype
+from pallas_kernels.common.spec import AttentionSpec, attention_spec
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tiles import tiles_of
+from pallas_kernels.common.tuning import attention_key, tuned
 from pallas_kernels.paged_decode import triton as one
 from pallas_kernels.paged_decode.triton import supports
 
-__all__ = ["Config", "attend", "supports"]
+__all__ = ["Config", "attend", "candidates", "supports"]
 
 
 @dataclass(frozen=True)
 class Config:
     rows: int  # query tokens times heads in a tile; a power of two, at least 16 and at least the heads of one kv head
-    context: one.Config  # of the context; for decode rows, too
+    tile: int  # this and what follows as in paged_decode's, for decode rows, too
+    warps: int = 4
+    stages: int = 2
+
+    @property
+    def context(self) -> one.Config:
+        return one.Config(self.tile, self.warps, self.stages)
 
 
 def heuristic(group: int, width: int, dtype: str, chip: Chip) -> Config:
     """64 rows: four warps of 16, which is what a product takes at once."""
-    return Config(max(64, 1 << (group - 1).bit_length()), one.heuristic(width, dtype, chip))
+    return Config(max(64, 1 << (group - 1).bit_length()), one.heuristic(width, dtype, chip).tile)
+
+
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    found = [
+        Config(rows, c.tile, c.warps, c.stages) for c in one.candidates(spec, chip) for rows in (64, 32, 128) if rows >= spec.group
+    ]
+    default = [] if chip is None else [heuristic(spec.group, -(-spec.width // 16) * 16, str(compute_dtype(spec.dtype)), chip)]
+    return default + [c for c in found if c not in default]
 
 
 def body(q_ref, kv_ref, scales_ref, layer_ref, table_ref, tiles_ref, out_ref, lse_ref, *, rows, window, tile, **options):
@@ -83,7 +100,10 @@ def attend(
     kv_heads, rows = kv.shape[3], block_tables.shape[0]
     group, width = heads // kv_heads, -(-head_width // 16) * 16
     compute = compute_dtype(kv.dtype)
-    config = config or heuristic(group, width, str(compute), chip)
+    kind = "none" if kv_scales is None else "token" if kv_scales.ndim > 1 else "tensor"
+    spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, kind)
+    default = heuristic(group, width, str(compute), chip)
+    config = config or tuned("paged_attention", "triton", chip, attention_key(spec), default)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     tiles = tiles_of(query_start, context_lens, num_decode, tokens, config.rows // group)
     scales = jnp.ones(2, jnp.float32) if kv_scales is None else kv_scales
@@ -91,12 +111,12 @@ def attend(
     whole = pl.BlockSpec(memory_space=pl.ANY)
     with traced_for(chip):
         out, lse = pl.pallas_call(
-            partial(body, rows=config.rows, tile=config.context.tile, token_scales=scales.ndim > 1, **options),
+            partial(body, rows=config.rows, tile=config.tile, token_scales=scales.ndim > 1, **options),
             grid=(tiles.row.shape[0], kv_heads),
             in_specs=[whole] * 6,
             out_specs=[whole] * 2,
             out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in (padded.shape, padded.shape[:3])],
-            compiler_params=plt.CompilerParams(num_warps=config.context.warps, num_stages=config.context.stages),
+            compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
             interpret=interpret,
             name="paged_attention_triton",
         )(padded, kv, scales, layer.reshape(1), block_tables, jnp.stack(tiles))

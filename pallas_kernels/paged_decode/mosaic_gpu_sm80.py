@@ -11,13 +11,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common import mma
 from pallas_kernels.common.compat import traced_for
-from pallas_kernels.common.layout import pad_axis
-from pallas_kernels.common.mma import Config, Softmax, Walk, attend_tiles, heuristic, result, rows_for, scratch, store, supports
+from pallas_kernels.common.layout import check_pool, pad_axis
+from pallas_kernels.common.mma import Config, Softmax, Walk, attend_tiles, result, rows_for, scratch, store, supports
+from pallas_kernels.common.spec import AttentionSpec, attention_spec
 from pallas_kernels.common.splits import default_splits, merge, tile_span
 from pallas_kernels.common.targets import Chip
 
-__all__ = ["Config", "decode", "supports"]
+__all__ = ["Config", "candidates", "decode", "supports"]
+
+
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    return [] if chip is None else mma.candidates(rows_for(spec.group, spec.pool.width), spec, chip)
 
 
 def decode(
@@ -43,7 +50,8 @@ def decode(
     group = heads // kv_heads
     assert kv_scales is None, "supports() takes no pool with scales"
     packed = rows_for(group, width)
-    config = config or heuristic(packed, width, chip)
+    spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, "none")
+    config = config or mma.config_of("paged_decode", packed, spec, chip)
     walk = Walk(
         rows=packed,
         tile=config.tile,

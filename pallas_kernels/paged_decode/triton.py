@@ -16,11 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.common.compat import traced_for
-from pallas_kernels.common.layout import LOWEST, MASKED, pad_axis
+from pallas_kernels.common.layout import LOWEST, MASKED, check_pool, pad_axis
 from pallas_kernels.common.quantized import compute_dtype
-from pallas_kernels.common.spec import AttentionSpec
+from pallas_kernels.common.spec import AttentionSpec, attention_spec
 from pallas_kernels.common.splits import LOG2E, default_splits, merge, tile_span
 from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.tuning import attention_key, tuned
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -36,6 +37,16 @@ def heuristic(width: int, dtype: str, chip: Chip) -> Config:
     """The largest tile up to 64 tokens whose keys and values take at most half of the shared memory."""
     token = 2 * 2 * width * jnp.dtype(dtype).itemsize
     return Config(tile=next((t for t in (64, 32) if t * token <= chip.fast_memory // 2), 16))
+
+
+def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    if chip is None:
+        return []
+    width, dtype = -(-spec.width // 16) * 16, str(compute_dtype(spec.dtype))
+    default, most = heuristic(width, dtype, chip), chip.fast_memory // (2 * width * jnp.dtype(dtype).itemsize)
+    others = [Config(tile, warps, stages) for tile in (16, 32, 64, 128) for warps in (4, 8) for stages in (2, 3)]
+    return [default] + [c for c in others if c != default and c.tile * c.stages <= most]
 
 
 def pieces(width: int) -> tuple[tuple[int, int], ...]:
@@ -182,17 +193,19 @@ def decode(
     kv_heads, block_size = kv.shape[3:5]
     group, width = heads // kv_heads, -(-head_width // 16) * 16
     compute = compute_dtype(kv.dtype)
-    config = config or heuristic(width, str(compute), chip)
+    scales = "none" if kv_scales is None else "token" if kv_scales.ndim > 1 else "tensor"
+    spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
+    config = config or tuned("paged_decode", "triton", chip, attention_key(spec), heuristic(width, str(compute), chip))
     splits = num_splits or default_splits(rows * kv_heads, block_tables.shape[1] * block_size, chip.cores)
     padded = max(16, 1 << (group - 1).bit_length())
     q = pad_axis(q.astype(compute), 2, width).reshape(rows, kv_heads, group, width)
-    scales = jnp.ones(2, jnp.float32) if kv_scales is None else kv_scales
+    by = jnp.ones(2, jnp.float32) if kv_scales is None else kv_scales
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tile": config.tile, "splits": splits}
     shape = splits, rows, kv_heads, padded
     whole = pl.BlockSpec(memory_space=pl.ANY)
     with traced_for(chip):
         out, lse = pl.pallas_call(
-            partial(body, token_scales=scales.ndim > 1, **options),
+            partial(body, token_scales=by.ndim > 1, **options),
             grid=(rows, kv_heads, splits),
             in_specs=[whole] * 6,
             out_specs=[whole] * 2,
@@ -200,7 +213,7 @@ def decode(
             compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
             interpret=interpret,
             name="paged_decode_triton",
-        )(q, kv, scales, layer.reshape(1), block_tables, context_lens)
+        )(q, kv, by, layer.reshape(1), block_tables, context_lens)
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group)
     out, lse = merge(out[..., :group, :head_width], lse[..., :group], sinks)
     return out.reshape(rows, heads, head_width), lse.reshape(rows, heads)

@@ -1,5 +1,5 @@
-"""The GPU kernels that run everywhere, compiled ahead of time to machine code for an A100, an H200 and a B200: what ptxas and XLA say
-of registers, spills, temporaries and aliases."""
+"""The GPU kernels that run everywhere, compiled ahead of time to machine code for an A100, an H200 and a B200: what ptxas and XLA
+say of registers, spills, temporaries and aliases."""
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def test_kv_write_is_in_place(target: str, dtype: str, backend: str):
 
     report = compile_for(target, write, kv, new, new, i32(), i32(ROWS), scales, donate=(0, 5))
     assert report.alias_bytes == size(kv) + (0 if scales is None else size(scales))
-    assert report.temp_bytes <= (0 if backend == "mosaic_gpu" or scales is None else 4 * ROWS * KV_HEADS)
+    assert report.temp_bytes <= (0 if backend == "mosaic_gpu" or scales is None else 8 * ROWS * KV_HEADS)  # XLA: the scales
     if backend == "mosaic_gpu":
         assert report.spill_bytes == 0
 
@@ -112,6 +112,7 @@ def step(kv, q, k, v, slots, tables, lens):
     def layer(carry, index):
         kv, q = carry
         kv = kv_write(kv, k, v, index, slots, num_rows=ROWS, platform="cuda")
+        assert isinstance(kv, jax.Array)
         return (kv, q + paged_decode(q, kv, index, tables, lens, scale=0.1, platform="cuda")), None
 
     return lax.scan(layer, (kv, q), jnp.arange(LAYERS))[0]
