@@ -11,6 +11,7 @@ for another, and the tiles of one step are on their way out while the next one w
 Scales per token lie along the lanes, P of a block and head together: their tile is the whole block's.
 """
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -193,9 +194,11 @@ def kernel(
                 heads = buffer.shape[3]
                 buffer[half, n, which] = jnp.where(mine, fresh[:heads, :tile], buffer[half, n, which])
                 continue
-            for head in range(buffer.shape[3]):
-                fresh, old = new_ref[0, which, head, pl.ds(t + tile - offset, tile)], buffer[half, n, which, head]
-                buffer[half, n, which, head] = jnp.where(mine, fresh, old.astype(jnp.float32)).astype(buffer.dtype)
+            slabs = new_ref.shape[2] // buffer.shape[3]
+            for head, slab in itertools.product(range(buffer.shape[3]), range(slabs)):
+                at = half, n, which, head, slice(None), pl.ds(slab * LANES, LANES)
+                fresh = new_ref[0, which, head * slabs + slab, pl.ds(t + tile - offset, tile)]
+                buffer[at] = jnp.where(mine, fresh, buffer[at].astype(jnp.float32)).astype(buffer.dtype)
         copy = writing(half, n, slot)
         copied("write", copy.src_ref, layer, slot)
         copy.start()
@@ -211,7 +214,9 @@ def kernel(
 
 
 def in_windows(x: jax.Array, window: int, tile: int) -> jax.Array:
-    """[2, T, K, D'] -> f32[T / window, 2, K, window + 2 * tile, D']: of each window its tokens, and one tile's before and after."""
+    """[2, T, K, D'] -> f32[T / window, 2, K * D' / 128, window + 2 * tile, 128]: of each window its tokens, and one tile's before
+    and after. Only rows of 128 lanes can be loaded from any row on."""
+    x = x.reshape(*x.shape[:2], -1, LANES)
     count = pl.cdiv(x.shape[1], window)
     behind = count * window + 2 * round_up(tile, window) + window
     x = jnp.pad(x.astype(jnp.float32).swapaxes(1, 2), ((0, 0), (0, 0), (tile, behind - tile - x.shape[1]), (0, 0)))
@@ -224,8 +229,8 @@ def in_windows(x: jax.Array, window: int, tile: int) -> jax.Array:
 def write_runs(
     pool: jax.Array, new: jax.Array, layer: jax.Array, slots: jax.Array, *, window: int, of_scales: bool, interpret: Any
 ) -> jax.Array:
-    """The pool [J, N, 2, K, P, D'] with new [T / window, 2, K, window + 2 * tile, D'], as `in_windows` gives it; of_scales: the
-    scales f32[J, N, 2, K, P] with new f32[2, K rounded up, P + T and more], the first token at P."""
+    """The pool [J, N, 2, K, P, D'] with new tokens as `in_windows` gives them; of_scales: the scales f32[J, N, 2, K, P] with
+    new f32[2, K rounded up, P + T and more], the first token at P."""
     block_size = pool.shape[4]
     tile = block_size if of_scales else sublanes(pool.dtype)
     steps = pl.cdiv(slots.shape[0], window)

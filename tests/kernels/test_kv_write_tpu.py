@@ -56,7 +56,7 @@ def runs_of(case: Case, slots: np.ndarray) -> tuple[int, int]:
 MIXED = ((0, 1), (15, 1), (16, 1), (33, 40), (0, 64), (31, 2), (5, 12))
 SHARP = (
     (Case("decode", ((0, 1), (15, 1), (16, 1), (77, 1)), padding=2, block_size=32, width=80, dtype="bfloat16"), None),
-    (Case("mixed, across windows", MIXED, padding=3, block_size=32, width=128, dtype="bfloat16", kv_heads=1), 16),
+    (Case("mixed, across windows", MIXED, padding=3, block_size=32, width=200, dtype="bfloat16", kv_heads=1), 16),
     (Case("e4m3 by tensor", ((3, 2), (5, 80)), block_size=64, width=128, dtype="float8_e4m3fn", scales="tensor", kv_heads=1), 16),
     (Case("int8 by token", ((3, 2), (125, 40)), block_size=128, width=128, dtype="int8", scales="token", padding=3), 16),
 )
