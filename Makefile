@@ -6,6 +6,7 @@
 # make protos  make the code in serving/proto anew, after its .proto files changed
 # make aot     compile kernels and whole steps for TPU and GPU, without one (0.8 GB of compilers; make aot-short is what CI runs)
 # make kernels all cases of the kernels in their interpreters
+# make gpu-checks  on a machine with a GPU: the kernels' tests and benchmark; docs/kernels/<device>.json has what was measured
 # make bench   bench/offline.py on the demo's model
 # make experiments  replay traffic through the scheduler for docs/scheduling.md: figures and pictures (half an hour, no model)
 # make clean   remove all that these made
@@ -20,7 +21,7 @@ GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 # Trust what the system trusts: some networks have a certificate of their own.
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: demo test lint models vocabs install protos aot aot-short kernels bench experiments clean
+.PHONY: demo test lint models vocabs install protos aot aot-short kernels gpu-checks bench experiments clean
 
 # --- environment ---------------------------------------------------------------------------------------------------------
 
@@ -93,6 +94,11 @@ kernels: .venv/ready
 .venv/ready-aot: .venv/ready
 	@$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable '.[aot-tpu,aot-gpu]'
 	@touch $@
+
+# What needs a GPU: kernels against the portable path on the device itself, then the benchmark.
+gpu-checks: .venv/ready
+	@$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable '.[gpu,plots]'
+	$(PY) -m bench.gpu_checks docs/kernels
 
 aot-short: .venv/ready-aot
 	$(PY) -m pytest -m '(aot_tpu or aot_gpu) and not kernels_full'

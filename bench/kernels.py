@@ -32,7 +32,7 @@ from pallas_kernels import OPS
 from pallas_kernels.common.dispatch import choose
 from pallas_kernels.common.targets import Chip, chip_for, platform_of
 from pallas_kernels.measure import seconds_of, with_donation
-from pallas_kernels.workload import Attention, Load, Write
+from pallas_kernels.workload import Attention, Load, Write, fill
 
 try:
     from bench import kernel_plot
@@ -123,35 +123,31 @@ def repeated(f: Callable[..., Any], at: int, times: int, replace: bool) -> Calla
     return loop
 
 
-def read_bandwidth(platform: str, size: int) -> float:
+def read_bandwidth(platform: str, size: int, budget: float) -> float:
     """GB/s at which the device reads `size` bytes: the better of a sum and a maximum, or on a CPU of one thread a core."""
     if platform == "cpu":
         return machine.read_bandwidth(size)
     x = jnp.ones((size // 4096, 1024), jnp.float32)
-    fastest = min(seconds_of(functools.partial(jax.jit(reduce), x), budget=1.0, runs=5) for reduce in (jnp.sum, jnp.max))
+    fastest = min(seconds_of(functools.partial(jax.jit(reduce), x), budget=budget, runs=5) for reduce in (jnp.sum, jnp.max))
     return size / fastest / 1e9
 
 
-def matrix_rate(platform: str, size: int) -> float:
+def matrix_rate(platform: str, size: int, budget: float) -> float:
     """TFLOP/s of a product of two matrices size x size."""
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
-    x = jax.jit(lambda: jax.random.normal(jax.random.key(0), (size, size), dtype))()
-    return 2 * size**3 / seconds_of(functools.partial(jax.jit(jnp.matmul), x, x), budget=1.0, runs=5) / 1e12
+    x = fill(jax.ShapeDtypeStruct((size, size), dtype), 0)
+    return 2 * size**3 / seconds_of(functools.partial(jax.jit(jnp.matmul), x, x), budget=budget, runs=5) / 1e12
 
 
 def device_at_hand(quick: bool) -> Device:
+    """With its ceilings, measured."""
     device = jax.devices()[0]
     platform = platform_of(device)
     name = f"cpu, {os.cpu_count()} cores" if platform == "cpu" else device.device_kind
-    small = platform == "cpu"
-    size = 32 << 20 if quick else 512 << 20 if small else 4 << 30
-    return Device(
-        name,
-        platform,
-        chip_for(platform),
-        read_bandwidth(platform, size),
-        matrix_rate(platform, 256 if quick else 2048 if small else 8192),
-    )
+    small, budget = platform == "cpu", 0.05 if quick else 1.0
+    read = read_bandwidth(platform, 32 << 20 if quick else 512 << 20 if small else 4 << 30, budget)
+    matrix = matrix_rate(platform, 256 if quick else 2048 if small else 8192, budget)
+    return Device(name, platform, chip_for(platform), read, matrix)
 
 
 def measured(load: Load, by: str, chosen: bool, seconds: float, error: float | None) -> Row:

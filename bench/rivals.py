@@ -39,17 +39,20 @@ def plain(load: Load) -> Attention | None:
     return load
 
 
-def gathered(load: Attention, kv: jax.Array, q: jax.Array, tables: jax.Array, lens: jax.Array) -> jax.Array:
-    """Attention to a copy of each row's whole context, f32[rows, new, H, D]; queries are the last tokens of their rows."""
+def gathered(
+    load: Attention, kv: jax.Array, q: jax.Array, tables: jax.Array, lens: jax.Array, *, wide: Any = jnp.float32
+) -> jax.Array:
+    """Attention to a copy of each row's whole context, f32[rows, new, H, D]; queries are the last tokens of their rows. wide: of
+    the products' results."""
     rows, heads = load.rows, (load.kv_heads, load.group)
     taken = kv[0][tables]  # [S, B, 2, K, P, D]
     k, v = (taken[:, :, i].transpose(0, 2, 1, 3, 4).reshape(rows, load.kv_heads, -1, load.width) for i in (0, 1))
     q = q.reshape(rows, load.new, *heads, load.width)
-    s = jnp.einsum("sqkgd,sktd->skgqt", q, k, preferred_element_type=jnp.float32) * load.width**-0.5
+    s = jnp.einsum("sqkgd,sktd->skgqt", q, k, preferred_element_type=wide).astype(jnp.float32) * load.width**-0.5
     last = lens[:, None] - load.new + jnp.arange(load.new)
     seen = jnp.arange(k.shape[2]) <= last[..., None]
     p = jax.nn.softmax(jnp.where(seen[:, None, None], s, -jnp.inf), axis=-1)
-    out = jnp.einsum("skgqt,sktd->sqkgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = jnp.einsum("skgqt,sktd->sqkgd", p.astype(v.dtype), v, preferred_element_type=wide).astype(jnp.float32)
     return out.reshape(rows, load.new, -1, load.width)
 
 
@@ -59,7 +62,8 @@ def gather_all(load: Load, args: tuple[Any, ...], platform: str) -> Run | None:
     if call is None or call.tokens * call.kv_heads * call.group * call.context > 1 << 31:
         return None
     some = args[:4]
-    f = jax.jit(lambda *args: gathered(call, *args)).lower(*some).compile()
+    wide = call.dtype if platform == "cpu" else jnp.float32  # XLA:CPU has no products of these shapes from bfloat16 to float32
+    f = jax.jit(lambda *args: gathered(call, *args, wide=wide)).lower(*some).compile()
     return lambda: f(*some)
 
 
@@ -84,7 +88,12 @@ def jax_kernel(load: Load, args: tuple[Any, ...], platform: str) -> Run | None:
     elif platform == "cuda" and gpu_kernels is not None:
         k, v = (jax.jit(lambda kv, i=i: kv[0, :, i].transpose(1, 0, 2, 3))(kv) for i in (0, 1))
         kernel, splits = gpu_kernels.paged_attention, min(16, call.blocks & -call.blocks)
-        f = jax.jit(lambda q, k, v, tables, lens: kernel(q * call.width**-0.5, k, v, tables, lens, k_splits=splits))
+        fetch = max(1, 128 // call.block_size)  # more do not fit into shared memory
+        f = jax.jit(
+            lambda q, k, v, tables, lens: kernel(
+                q * call.width**-0.5, k, v, tables, lens, k_splits=splits, pages_per_compute_block=fetch
+            )
+        )
         some = q, k, v, tables, lens
     else:
         return None

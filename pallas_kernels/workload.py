@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.common.layout import PoolShape
 from pallas_kernels.common.quantized import compute_dtype
@@ -55,12 +56,22 @@ class Load(Protocol):
 
 
 def fill(shape: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
-    """Random numbers, made on the device: int8 of the whole range, floats of a normal distribution."""
-    if shape.dtype == jnp.int8:
-        make = lambda key: jax.random.randint(key, shape.shape, -127, 128, jnp.int8)
-    else:
-        make = lambda key: jax.random.normal(key, shape.shape, jnp.bfloat16).astype(shape.dtype)
-    return jax.jit(make)(jax.random.key(seed))
+    """Numbers without a pattern, made on the device: int8 of the whole range, floats from -2 to 2. By a hash of their places:
+    jax.random takes seconds to compile for a CPU."""
+
+    def make() -> jax.Array:
+        bits = jnp.zeros(shape.shape, jnp.uint32)
+        for axis in range(len(shape.shape)):
+            bits = (bits + lax.broadcasted_iota(jnp.uint32, shape.shape, axis) + jnp.uint32(seed + 1)) * jnp.uint32(2654435761)
+            bits ^= bits >> 15
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the last mix of MurmurHash3
+            bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+        bits ^= bits >> 16
+        if shape.dtype == jnp.int8:
+            return (bits >> 24).astype(jnp.int8)
+        return ((bits >> 8).astype(jnp.float32) * 2.0**-22 - 2).astype(shape.dtype)
+
+    return jax.jit(make)()
 
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

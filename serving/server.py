@@ -16,6 +16,7 @@ from serving.frontend import Frontend
 from serving.log import LOG, requests
 
 FAILED = 70  # exit code after a failed step (EX_SOFTWARE)
+CLOSE_SECONDS = 10.0  # that the last step may take at least, when all requests are gone
 FLUSH_SECONDS = 1.0  # for answers that are on their way when all else has ended
 
 
@@ -70,7 +71,10 @@ async def serve(
                 if frontend.state == "failed":
                     await asyncio.sleep(FLUSH_SECONDS / 10)  # the errors of open requests go out
                 await _stop(listeners)
-                await asyncio.to_thread(llm.close)
+                if not await ends(llm.close, max(CLOSE_SECONDS, config.drain_seconds)):
+                    LOG.critical("a step hangs, the server ends without it")
+                    logging.shutdown()
+                    os._exit(FAILED)
         finally:
             await _stop(listeners)
             frontend.close()
@@ -96,6 +100,15 @@ async def drain(frontend: Frontend, failed: asyncio.Event) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_SECONDS):
                 await frontend.idle()
+
+
+async def ends(close: Callable[[], None], seconds: float) -> bool:
+    """Whether `close` comes back in time, in a thread of its own."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await _in_thread(close)
+            return True
+    return False
 
 
 async def _stop(listeners: list[Listener]) -> None:

@@ -85,7 +85,7 @@ def cases(ops: Sequence[Op], chips: Sequence[Chip], backends: Sequence[str], sho
                 wanted = backend.name in backends if backends else target.platform in backend.platforms
                 if not wanted or (backend.platforms and target.platform not in backend.platforms):
                     continue
-                for call in loads_of(op, short):
+                for call in loads_of(op, short, target.platform):
                     yield Case(op, backend, target, call)
                 for entry in load(ROOT / op.name / "tuned.json"):
                     if (entry.get("backend"), entry.get("chip")) == (backend.name, target.name):

@@ -1,5 +1,6 @@
 """What is compiled for every chip, whatever was tuned."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pallas_kernels.common.dispatch import Backend, Op
@@ -7,9 +8,9 @@ from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tuning import Entry, config_of
 from pallas_kernels.workload import Attention, Load, Write
 
-DECODE, PREFILL = Attention(64, 8192, layers=2), Attention(8, 8192, layers=2, new=256)
-WRITE = Write(64, 2048, layers=2)
-SHORT: dict[str, tuple[Load, ...]] = {
+# Eight layers: pools of more than 2**32 bytes, also of 8 bits.
+DECODE, PREFILL, WRITE = Attention(64, 8192, layers=8), Attention(64, 8192, layers=8, new=32), Write(64, 8192, layers=8)
+SHORT: dict[str, tuple[Attention | Write, ...]] = {
     "paged_decode": (DECODE, replace(DECODE, dtype="float8_e4m3fn", scales="token")),
     "paged_attention": (PREFILL, replace(PREFILL, dtype="int8", scales="tensor", window=1024)),
     "kv_write": (WRITE, replace(WRITE, dtype="int8", scales="token", new=32)),
@@ -19,7 +20,7 @@ SIZES = (
     {"kv_heads": 32, "group": 1},
     {"kv_heads": 1, "group": 32},
     {"kv_heads": 1, "group": 7, "width": 64},
-    *({"block_size": size} for size in (16, 32, 128, 256)),
+    *({"block_size": size} for size in (16, 32, 64, 128, 256)),
     {"rows": 1},
     {"window": 1024},
     {"dtype": "float32"},
@@ -30,16 +31,17 @@ SIZES = (
 )
 
 
-def loads_of(op: Op, short: bool) -> list[Load]:
-    """Of an op, one of each kind; [] for an op that is not known here."""
-    some = SHORT.get(op.name, ())
+def loads_of(op: Op, short: bool, platform: str) -> Sequence[Load]:
+    """Of an op, one of each kind; [] for an op that is not known here. Blocks are of 64 tokens, on TPU of 128."""
+    size = 128 if platform == "tpu" else 64
+    some = [replace(load, block_size=size) for load in SHORT.get(op.name, ())]  # pyright: ignore[reportArgumentType]
     if short or not some:
         return list(some)
     base, found = some[0], list(some)
     for size in SIZES:
         if isinstance(base, Write):
             size = {name: value for name, value in size.items() if name not in ("group", "window")}
-        load = replace(base, **size)  # pyright: ignore[reportArgumentType]
+        load = replace(base, **size)
         if load not in found:
             found.append(load)
     return found

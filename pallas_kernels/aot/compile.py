@@ -95,6 +95,7 @@ def ask(chip_name: str, order: Order, traced: str) -> Report:
         close(WORKERS.pop(chip_name))
         raise CompileError(f"the compiler for {chip_name} ended its process with {code}: {last}") from None
     if isinstance(answer, str):
+        close(WORKERS.pop(chip_name))  # after an error XLA:GPU can refuse the next program as well, whatever it is
         raise CompileError(answer)
     return answer
 

@@ -27,6 +27,7 @@ from pallas_kernels.common.targets import Chip
 ROOT = Path(__file__).parents[1]
 MEASURED = {"device": str, "gb_s": float, "jax": str, "command": str, "date": str}  # of a provenance
 TRIED: dict[tuple[str, str], Any] = {}
+ASKED: set[tuple[str, str]] = set()  # of those in TRIED
 
 Entry = dict[str, Any]
 
@@ -81,6 +82,7 @@ def tuned[C](op: str, backend: str, chip: Chip | None, key: Key, default: C) -> 
     holds the call, of the largest one where it is larger than all, or `default` where no entry fits. Never an error."""
     tried = TRIED.get((op, backend))
     if tried is not None:
+        ASKED.add((op, backend))
         return tried
     return look_up(load(ROOT / op / "tuned.json"), backend, chip_name(chip), key, default)
 
@@ -165,9 +167,12 @@ def save(path: Path, entries: Sequence[Entry]) -> None:
 @contextlib.contextmanager
 def trying(op: str, backend: str, config: Any) -> Iterator[None]:
     """Lets `tuned` answer with this config for what is traced meanwhile: how the tuner tries one. Only new functions are traced
-    anew."""
+    anew. LookupError where nobody asked, so that a backend without a look-up is not measured again and again for nothing."""
     TRIED[op, backend] = config
     try:
         yield
+        if (op, backend) not in ASKED:
+            raise LookupError(f"{backend} of {op} did not ask for its sizes")
     finally:
         del TRIED[op, backend]
+        ASKED.discard((op, backend))

@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, run
+from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_ints
-from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, xla
+from pallas_kernels.grouped_matmul import xla
 from pallas_kernels.grouped_matmul.reference import reference
 from pallas_kernels.grouped_matmul.spec import TYPICAL_GROUPED, GroupedSpec
 
@@ -16,13 +16,12 @@ __all__ = ["OP", "grouped_matmul", "reference"]
 OP = Op(
     "grouped_matmul",
     (
-        Backend("mosaic_tpu", ("tpu",), "visits tiles of rows expert by expert, whose weights stay in VMEM", mosaic_tpu.supports),
-        Backend("mosaic_gpu", ("cuda",), "visits tiles of rows of one expert, with TMA and wgmma", mosaic_gpu.supports),
+        kernel(__name__, "mosaic_tpu", ("tpu",), "visits tiles of rows expert by expert, whose weights stay in VMEM"),
+        kernel(__name__, "mosaic_gpu", ("cuda",), "visits tiles of rows of one expert, with TMA and wgmma"),
         Backend("xla", (), "a loop over experts, blocks of weights and tiles of rows; few rows with every expert at once"),
     ),
     TYPICAL_GROUPED,
 )
-FUNCTIONS = {"mosaic_tpu": mosaic_tpu.matmul, "mosaic_gpu": mosaic_gpu.matmul, "xla": xla.matmul}
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -52,5 +51,9 @@ def grouped_matmul(
     out = jnp.dtype(out_dtype or lhs.dtype)
     check(out in DTYPES, f"out_dtype must be float32 or bfloat16; got {out}")
     spec = GroupedSpec(tokens, inputs, rhs.shape[1], rhs.shape[0], str(lhs.dtype), str(out))
-    functions = {name: functools.partial(function, out_dtype=spec.out_dtype) for name, function in FUNCTIONS.items()}
+
+    def call(entry, lhs, rhs, group_sizes, chip):
+        return entry(lhs, rhs, group_sizes, chip=chip, out_dtype=spec.out_dtype)
+
+    functions = OP.entries("matmul", call) | {"xla": functools.partial(call, xla.matmul)}
     return run(OP, functions, spec, (lhs, rhs, group_sizes), backend=backend, platform=platform)

@@ -40,6 +40,11 @@ def window_bytes(window: int, kv_heads: int, width: int, dtype: str) -> int:
     return 2 * (window * token * tile * jnp.dtype(dtype).itemsize + (window + 2 * tile) * token * 4)
 
 
+def scales_bytes(window: int, tokens: int, kv_heads: int, block_size: int) -> int:
+    """VMEM that the scales take: blocks of two steps, and those of all tokens twice."""
+    return 2 * 2 * round_up(kv_heads, SUBLANES) * 4 * (window * block_size + tokens + 2 * block_size + LANES)
+
+
 @dataclass(frozen=True)
 class Config:
     window: int  # tokens of a grid step, a multiple of 8
@@ -87,6 +92,8 @@ def supports(spec: WriteSpec, chip: Chip | None) -> str | None:
             f" {chip.scalar_memory // 2} of a {chip.name}'s {chip.scalar_memory} to use: take fewer tokens a step"
         )
     needed = bytes_of(spec, Config(SUBLANES))
+    if spec.scales == "token":
+        needed = max(needed, scales_bytes(WINDOW, spec.tokens, pool.kv_heads, pool.block_size))
     if needed > chip.fast_memory // 2:
         return (
             f"needs {needed} bytes of VMEM for {pool.kv_heads} heads of width {pool.width}, and has {chip.fast_memory // 2} of a"
@@ -226,9 +233,10 @@ def write_runs(
     block = (1, *new.shape[1:]) if not of_scales else new.shape
     buffer = pltpu.VMEM((2, window, *pool.shape[2:4], tile, *pool.shape[5:]), pool.dtype)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    estimate = 2 * window * 2 * round_up(pool.shape[3] * tile, SUBLANES * LANES) * 4 + 8 * new.size // (1 if of_scales else steps)
-    if not of_scales:
-        estimate = window_bytes(window, pool.shape[3], pool.shape[5], str(pool.dtype))
+    if of_scales:
+        needed = scales_bytes(window, slots.shape[0], pool.shape[3], block_size)
+    else:
+        needed = window_bytes(window, pool.shape[3], pool.shape[5], str(pool.dtype))
     return pl.pallas_call(
         partial(kernel, block_size=block_size, tile=tile, of_scales=of_scales),
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
@@ -246,7 +254,7 @@ def write_runs(
             ],
         ),
         input_output_aliases={3: 0},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=estimate * 3 // 2 + 4 * MIB),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=needed * 3 // 2 + 4 * MIB),
         interpret=interpret,
         name="kv_write_scales" if of_scales else "kv_write",
     )(padded, layer.reshape(1), new, pool)

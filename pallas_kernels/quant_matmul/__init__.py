@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.dispatch import Backend, Op, run
+from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check
-from pallas_kernels.quant_matmul import mosaic_gpu, mosaic_tpu, xla
+from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.reference import reference
 from pallas_kernels.quant_matmul.spec import TYPICAL_MATMUL, MatmulSpec
 from pallas_kernels.quant_matmul.weights import GROUPS, Int4Weight, Int8Weight, Weight, quantize_int4, quantize_int8
@@ -17,13 +17,12 @@ __all__ = ["OP", "Int4Weight", "Int8Weight", "quant_matmul", "quantize_int4", "q
 OP = Op(
     "quant_matmul",
     (
-        Backend("mosaic_tpu", ("tpu",), "weights are read as they are stored and expanded in VMEM", mosaic_tpu.supports),
-        Backend("mosaic_gpu", ("cuda",), "weights are read as they are stored and expanded in registers", mosaic_gpu.supports),
+        kernel(__name__, "mosaic_tpu", ("tpu",), "weights are read as they are stored and expanded in VMEM"),
+        kernel(__name__, "mosaic_gpu", ("cuda",), "weights are read as they are stored and expanded in registers"),
         Backend("xla", (), "a product with weights expanded block by block"),
     ),
     TYPICAL_MATMUL,
 )
-FUNCTIONS = {"mosaic_tpu": mosaic_tpu.matmul, "mosaic_gpu": mosaic_gpu.matmul, "xla": xla.matmul}
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
@@ -60,7 +59,11 @@ def quant_matmul(
     )
     check_weight(weight, spec)
     options = {"int8_activations": int8_activations, "out_dtype": spec.out_dtype}
-    functions = {name: functools.partial(function, **options) for name, function in FUNCTIONS.items()}
+
+    def call(entry, x, weight, chip):
+        return entry(x, weight, chip=chip, **options)
+
+    functions = OP.entries("matmul", call) | {"xla": functools.partial(call, xla.matmul)}
     return run(OP, functions, spec, (x, weight), backend=backend, platform=platform)
 
 

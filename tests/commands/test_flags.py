@@ -54,7 +54,13 @@ def test_sampling_flags_override_the_models_defaults():
 def test_every_field_has_a_flag():
     names = {f.name for f in dataclasses.fields(SamplingParams)}
     assert {f.name for f in dataclasses.fields(parsed().sampling)} == names - {"seed", "structured_outputs"}
-    assert {f.name for f in dataclasses.fields(ChatFlags)} == names - {"seed", "structured_outputs", "n", "logprobs", "prompt_logprobs"}
+    assert {f.name for f in dataclasses.fields(ChatFlags)} == names - {
+        "seed",
+        "structured_outputs",
+        "n",
+        "logprobs",
+        "prompt_logprobs",
+    }
 
 
 def test_comments_are_the_help():

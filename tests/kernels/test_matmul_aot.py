@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import Int4Weight, Int8Weight, grouped_matmul, quant_matmul
+from pallas_kernels.aot.compile import compile_for
 from pallas_kernels.common.targets import CHIPS
-
-aot = pytest.importorskip("pallas_kernels.aot.compile", reason="needs pallas_kernels.aot")
 
 
 def with_marks(names: tuple[str, ...], mark: pytest.MarkDecorator, module: str, extra: str) -> list:
@@ -55,7 +54,7 @@ def quant_report(chip: str, tokens: int, inputs: int, outputs: int, group: int, 
     platform = next(c.platform for c in CHIPS if c.name == chip)
     backend = "mosaic_tpu" if platform == "tpu" else "mosaic_gpu"
     call = lambda x, weight: quant_matmul(x, weight, int8_activations=int8_activations, backend=backend, platform=platform)
-    return aot.compile_for(chip, call, array("bfloat16", tokens, inputs), weight), weight
+    return compile_for(chip, call, array("bfloat16", tokens, inputs), weight), weight
 
 
 @pytest.mark.parametrize("chip", [*TPUS, *HOPPER])
@@ -79,6 +78,6 @@ def test_grouped_matmul(chip: str, name: str):
     backend = "mosaic_gpu" if chip == "sm_90a" else "mosaic_tpu"
     call = lambda *args: grouped_matmul(*args, backend=backend, platform=platform)
     weights = array("bfloat16", experts, outputs, inputs)
-    report = aot.compile_for(chip, call, array("bfloat16", tokens, inputs), weights, array("int32", experts))
+    report = compile_for(chip, call, array("bfloat16", tokens, inputs), weights, array("int32", experts))
     assert report.temp_bytes <= 2 * max(64, tokens) * (inputs + outputs) // 8 + (1 << 20)
     assert chip != "sm_90a" or report.spill_bytes == 0

@@ -4,9 +4,11 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from pallas_kernels import paged_decode
 from pallas_kernels.common import tpu_stream
@@ -15,7 +17,7 @@ from pallas_kernels.common.layout import PoolShape
 from pallas_kernels.common.mosaic_tpu import round_up, vmem_of
 from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.spec import TYPICAL_DECODE
-from pallas_kernels.common.targets import CHIPS, chip
+from pallas_kernels.common.targets import CHIPS, Chip, chip
 from pallas_kernels.common.testing import Context, make_context, share, tolerance
 from pallas_kernels.common.tpu_stream import Config
 from pallas_kernels.paged_decode import mosaic_tpu, reference
@@ -23,8 +25,8 @@ from pallas_kernels.paged_decode.cases import CASES, Case
 from tests.kernels.tpu_interpreter import PLAIN, RACES, interpreted
 
 
-def make(case: Case, config: Config | None = None, *, splits=None, params=PLAIN, groups=None, spoil=None):
-    """(the kernel as a function without arguments, what float64 gives, the pool). groups: rows with the same first blocks."""
+def arguments(case: Case, config: Config | None, one: Chip, *, splits=None, params=PLAIN, groups=None):
+    """(the kernel, its arguments, what float64 gives, the pool). groups: rows with the same first blocks."""
     rng = np.random.default_rng(len(case.name))
     context = make_context(
         rng,
@@ -46,12 +48,18 @@ def make(case: Case, config: Config | None = None, *, splits=None, params=PLAIN,
         "kv_scales": context.kv_scales,
         "sinks": rng.standard_normal(heads).astype(np.float32) if case.sinks else None,
     }
-    static = {"chip": chip("v6e"), "config": config, "num_splits": splits, "interpret": params}
+    static = {"chip": one, "config": config, "num_splits": splits, "interpret": params}
     op = lambda *args: mosaic_tpu.decode(*args, **static, **options)
-    tables = context.block_tables if spoil is None else spoil(context.block_tables)
-    kernel = interpreted(op, q, context.kv, jnp.int32(1), tables, context.context_lens)
     want = reference(q, context.kv, 1, context.block_tables, context.context_lens, **options)
-    return kernel, want, context
+    return op, [q, context.kv, jnp.int32(1), context.block_tables, context.context_lens], want, context
+
+
+def make(case: Case, config: Config | None = None, *, spoil=None, **options):
+    """(the kernel as a function without arguments, what float64 gives, the pool). spoil: of the block tables."""
+    op, args, want, context = arguments(case, config, chip("v6e"), **options)
+    if spoil is not None:
+        args[3] = spoil(args[3])
+    return interpreted(op, *args), want, context
 
 
 def check_near(got, want, context: Context) -> None:
@@ -202,3 +210,19 @@ def test_any_number_of_parts(splits):
     case = Case("parts", (0, 1, 16, 50, 200), kv_heads=1, width=128, dtype="bfloat16", sinks=True)
     kernel, want, context = make(case, Config(1, 2, 1, 3), splits=splits)
     check_near(kernel(), want, context)
+
+
+@pytest.mark.kernels_full
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shards", [2, 4])
+def test_heads_in_shards(shards, kind):
+    """The kernel inside shard_map, each shard with its own kv heads."""
+    case = Case("shards", (40, 0, 17), kv_heads=4, width=128, dtype="bfloat16")
+    op, args, want, context = arguments(case, Config(1, 2, 1, 2), chip("v6e"))
+    mesh = jax.make_mesh((shards,), ("model",), axis_types=(kind,))
+    head, pool = jax.P(None, "model", None), jax.P(None, None, None, "model", None, None)
+    local = jax.shard_map(
+        op, mesh=mesh, in_specs=(head, pool, jax.P(), jax.P(), jax.P()), out_specs=(head, jax.P(None, "model")), check_vma=False
+    )
+    placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(args, (head, pool, *[jax.P()] * 3), strict=True)]
+    check_near([np.asarray(x) for x in jax.jit(local)(*placed)], want, context)

@@ -101,6 +101,8 @@ def test_an_op_without_a_file_has_its_rules():
         assert tuned("no_such_op", "mosaic", None, key(1), RULE) == Config(7)
         assert tuned("no_such_op", "triton", None, key(1), RULE) == RULE
     assert tuned("no_such_op", "mosaic", chip("v5e"), key(1), RULE) == RULE
+    with pytest.raises(LookupError, match="mosaic of no_such_op did not ask for its sizes"), trying("no_such_op", "mosaic", RULE):
+        pass
 
 
 def test_keys_are_what_sizes_depend_on():

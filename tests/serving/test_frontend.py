@@ -26,7 +26,7 @@ from serving.frontend import Call, Frontend
 from serving.limits import Limits
 from serving.log import LOG, TextLines, requests, setup
 from serving.reply import Pieces, Reply, weight
-from serving.server import drain
+from serving.server import drain, ends
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0)
 LONG = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
@@ -265,6 +265,15 @@ def test_what_does_not_end_in_time_is_cancelled(llm: LLM) -> None:
                 llm.engine.step = step
 
     asyncio.run(main())
+
+
+def test_a_step_that_hangs_does_not_keep_the_process() -> None:
+    gate = threading.Event()
+    try:
+        assert not asyncio.run(ends(gate.wait, 0.05))
+    finally:
+        gate.set()
+    assert asyncio.run(ends(gate.wait, 30))
 
 
 def test_lines_of_the_log(llm: LLM) -> None:

@@ -1,0 +1,113 @@
+"""bench.kernels and bench.gpu_checks, run on this CPU with small sizes; figures are not judged, how they are made is."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import gpu_checks, kernels, rivals
+from bench.kernels import BIG, BIG_FP8, LONG, PREFILL, Device, Row, goals, repeated
+from pallas_kernels import OPS
+from pallas_kernels.common.dispatch import Backend
+from pallas_kernels.common.targets import chip
+from pallas_kernels.workload import Attention, Write
+
+CASE = Attention(3, 40, kv_heads=2, group=2, width=16, block_size=16, dtype="float32")
+
+
+def test_everything_runs_and_is_written(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert (
+        kernels.main(["--quick", "--budget", "0.002", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]) == 0
+    )
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert {(r["op"], r["by"]) for r in report["rows"]} >= {
+        ("paged_decode", "xla"),
+        ("paged_decode", "gather all"),
+        ("paged_attention", "xla"),
+        ("paged_attention", "gather all"),
+        ("kv_write", "xla_tokens"),
+    }
+    assert all(r["microseconds"] > 0 for r in report["rows"] if not r["why"])
+    assert report["device"]["read"] > 0 and report["device"]["matrix"] > 0
+    assert {goal["reached"] for goal in report["goals"]} == {None}
+    out = capsys.readouterr().out
+    assert out.count("wanted") == out.count("not measured") == len(report["goals"])
+    assert "read bandwidth measured on cpu" in (tmp_path / "a.svg").read_text()
+
+
+def test_calls_are_made_one_after_the_other():
+    """As many as asked for, each of the result before (kv_write), or with its input as it was (attention)."""
+    add = lambda x, y: x + y
+    assert repeated(add, 0, 5, True)(jnp.float32(1), jnp.float32(2)) == 11
+    assert repeated(add, 1, 5, False)(jnp.float32(1), jnp.float32(2)) == 3
+    text = jax.jit(repeated(CASE.function(None), 1, 7, False)).lower(*CASE.shapes()).as_text()
+    assert "dense<7>" in text
+    write = Write(3, 40, kv_heads=2, width=16, block_size=16, dtype="float32")
+    args = write.arguments()
+    once, thrice = (jax.jit(repeated(write.function(None), 0, times, True))(*args) for times in (1, 3))
+    np.testing.assert_array_equal(once, thrice)
+
+
+@pytest.mark.parametrize("new", [7])
+def test_the_control_computes_the_same(new: int):
+    """Gathering the whole context is slower, not something else."""
+    case = dataclasses.replace(CASE, new=new)
+    args = case.arguments()
+    ours = jax.tree.leaves(case.function(None)(*args))[0]
+    run = rivals.gather_all(case, args, "cpu")
+    assert run is not None
+    np.testing.assert_allclose(np.asarray(run()).reshape(ours.shape), ours, atol=2e-5)
+    assert rivals.gather_all(dataclasses.replace(case, window=3), args, "cpu") is None
+    assert rivals.jax_kernel(case, args, "cpu") is None
+
+
+def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setitem(rivals.RIVALS, "gather all", broken)
+    device = Device("cpu", "cpu", None, 1.0, 1.0)
+    rows = kernels.run_load(CASE, device, 0.001)
+    assert [(r.by, r.why, r.chosen) for r in rows if r.by != "torch sdpa"] == [
+        ("xla", "", True),
+        ("gather all", "RuntimeError: no memory", False),
+    ]
+    assert "not measured: RuntimeError: no memory" in kernels.line(rows[1], device)
+
+
+def test_goals_are_of_what_was_measured():
+    device = Device("NVIDIA H200", "cuda", chip("sm_90a"), 4000.0, 800.0)
+    row = lambda load, us, gb_s, tflop_s=0.0: Row(load.op, load.name, "mosaic", True, us, gb_s, tflop_s)
+    rows = [row(BIG, 600.0, 3600.0), row(BIG_FP8, 300.0, 3000.0), row(PREFILL, 1.0, 1.0, 400.0)]
+    rows += [Row(LONG.op, LONG.name, "mosaic", True, None, why="RuntimeError")]
+    reached = {goal["goal"]: goal["reached"] for goal in goals(rows, device)}
+    assert list(reached.values()) == [0.9, None, 2.0, 0.5, None, None, None, None]
+    assert {goal["reached"] for goal in goals(rows, dataclasses.replace(device, name="NVIDIA A100"))} == {None}
+
+
+def test_floors_are_those_of_the_notes():
+    assert BIG.bytes_floor == pytest.approx(64 * 8192 * 2 * 8 * 128 * 2, rel=0.01)
+    assert BIG.flops == 4 * 64 * 32 * 128 * 8192
+    assert PREFILL.flops == pytest.approx(4 * 32 * 128 * (2048 * 6144 + 2048 * 2048 / 2), rel=0.001)
+    windowed = dataclasses.replace(BIG, window=1024)
+    assert windowed.bytes_floor == pytest.approx(BIG.bytes_floor / 8, rel=0.07)
+    assert BIG_FP8.bytes_floor == pytest.approx(BIG.bytes_floor * (128 + 4) / 256, rel=0.01)
+
+
+def test_wrong_kernels_are_found_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    report = {"device": {"name": "cpu", "read": 1.0}, "rows": [{"op": "a", "case": "b", "by": "c", "gb_s": 0.5}]}
+    monkeypatch.setattr(kernels, "main", lambda argv: Path(argv[1]).write_text(json.dumps(report)))
+    assert gpu_checks.main([str(tmp_path), "--quick"]) == 0
+    report = json.loads((tmp_path / "cpu.json").read_text())
+    assert len(report["checks"]) == 2 and report["rows"] and (tmp_path / "cpu.svg").exists()
+    op = dataclasses.replace(OPS[0], backends=(Backend("off", (), ""), *OPS[0].backends))
+    monkeypatch.setattr(gpu_checks, "OPS", (op,))
+    function = Attention.function
+    off = lambda self, backend: lambda *args: [x * 1.1 for x in function(self, "xla")(*args)]
+    monkeypatch.setattr(Attention, "function", lambda self, backend: (off if backend == "off" else function)(self, backend))
+    right, wrong = gpu_checks.compare(CASE, "cpu", None)
+    assert right["ok"] and not wrong["ok"] and wrong["error"] == pytest.approx(0.1, rel=0.01)
