@@ -75,21 +75,28 @@ def columns(width: int) -> tuple[Any, ...]:
     return tuple(pl.ds(start, min(PIECE, width - start)) for start in range(0, width, PIECE))
 
 
-def swizzled(width: int, dtype: str) -> tuple[Any, ...]:
-    """Transforms of a matrix in shared memory, so that the rows of a tile lie in different banks."""
-    bits = 8 * jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(width * bits)
-    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))  # pyright: ignore[reportAbstractUsage]
+def swizzle_of(width: int, unit: int, tma: bool) -> int | None:
+    """Bytes of the longest swizzle of a matrix of 16 bits that `unit` rows can be copied to. cp.async deals out its pieces, 8 rows
+    of a swizzle each, to four warps alike: None where it cannot."""
+    found = (n for n in (128, 64, 32) if 2 * width % n == 0 and (tma or (unit // 8 * 2 * width // n) % 4 == 0))
+    return next(found, None)
+
+
+def transforms(swizzle: int) -> tuple[Any, ...]:
+    """Of a matrix of 16 bits in shared memory, so that the rows of a tile lie in different banks."""
+    tiling = plgpu.TilingTransform((8, swizzle // 2))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def scratch(walk: Walk) -> dict[str, Any]:
     """Shared memory and barriers of a program, by name."""
-    ring = plgpu.SMEM((walk.stages, walk.tile, walk.width), jnp.dtype(walk.dtype), transforms=swizzled(walk.width, walk.dtype))
+    swizzle = swizzle_of(walk.width, walk.unit, walk.tma)
+    assert swizzle is not None, "as supports() sees to"
+    ring = plgpu.SMEM((walk.stages, walk.tile, walk.width), jnp.dtype(walk.dtype), transforms=transforms(swizzle))
     found = {
         "k_ring": ring,
         "v_ring": ring,
-        "p_tile": plgpu.SMEM((walk.rows, walk.tile), jnp.dtype(walk.dtype), transforms=swizzled(walk.tile, walk.dtype)),
+        "p_tile": plgpu.SMEM((walk.rows, walk.tile), jnp.dtype(walk.dtype), transforms=transforms(min(128, 2 * walk.tile))),
     }
     return found | ({"full": plgpu.Barrier(num_arrivals=2 * walk.copies, num_barriers=walk.stages)} if walk.tma else {})
 
@@ -143,6 +150,9 @@ def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
         return f"takes head widths that are multiples of 16 up to 256, as the pool stores them; got {pool.width}"
     if pool.block_size % 8 or (64 % pool.block_size and pool.block_size % 64):
         return f"takes block sizes of 8, 16, 32 and multiples of 64; got {pool.block_size}"
+    least = next(n for n in (8, 16, 32) if swizzle_of(pool.width, n, chip is not None and chip.name != "sm_80"))
+    if pool.block_size < least:
+        return f"copies heads of width {pool.width} in blocks of at least {least} tokens on this chip; got {pool.block_size}"
     if spec.group > 64:
         return f"takes at most 64 query heads for one kv head; got {spec.group}"
     if lines >= 2**31:

@@ -317,6 +317,7 @@ def with_pool(dtype: str, group: int = 4, **changes) -> AttentionSpec:
         ("warps", with_pool("bfloat16", width=72), "widths that are multiples of 16 up to 256.*got 72"),
         ("warps", with_pool("bfloat16", width=512), "widths that are multiples of 16 up to 256.*got 512"),
         ("warps", with_pool("bfloat16", block_size=48), "block sizes of 8, 16, 32 and multiples of 64; got 48"),
+        ("warps", with_pool("bfloat16", width=80, block_size=16), "heads of width 80 in blocks of at least 32 tokens.*got 16"),
         ("warps", with_pool("bfloat16", group=65), "at most 64 query heads for one kv head; got 65"),
         ("warps", with_pool("bfloat16", blocks=1 << 16), "in 32 bits, at most 2147483647; got 2147483648"),
     ],

@@ -1,6 +1,8 @@
 """The GPU kernels that run everywhere, compiled ahead of time to machine code for an A100, an H200 and a B200: what ptxas and XLA
 say of registers, spills, temporaries and aliases."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ from jax import lax
 
 from pallas_kernels import kv_write, paged_attention, paged_decode
 from pallas_kernels.aot.compile import Report, compile_for, missing
+from pallas_kernels.common import mma
+from pallas_kernels.common.spec import TYPICAL_DECODE
 from pallas_kernels.common.targets import chip
 
 pytestmark = [
@@ -64,11 +68,24 @@ def test_what_other_widths_spill(width: int, most: int, group: int):
         assert spilled is not None and spilled <= most
 
 
+def least_block(width: int, target: str) -> int:
+    """The smallest block size that is not refused."""
+    spec = lambda block: replace(TYPICAL_DECODE, pool=TYPICAL_DECODE.pool._replace(width=width, block_size=block), width=width)
+    return next(n for n in (8, 16, 32) if mma.supports(spec(n), chip(target)) is None)
+
+
+@pytest.mark.parametrize(("width", "target"), [(64, "sm_80"), (80, "sm_80"), (16, "sm_100")])
+def test_the_smallest_blocks(width: int, target: str):
+    assert compiled("decode", "mosaic_gpu_sm80", target, width, block=least_block(width, target)).spill_bytes == 0
+
+
 @pytest.mark.kernels_full
 @pytest.mark.parametrize("block", [16, 32, 128, 256])
-def test_other_block_sizes(block: int):
-    assert compiled("decode", "mosaic_gpu_sm80", "sm_80", dtype="float16", block=block).spill_bytes == 0
-    assert compiled("decode", "mosaic_gpu_sm80", "sm_100", block=block).spill_bytes == 0
+@pytest.mark.parametrize("width", [16, 48, 64, 80, 96, 112, 128, 192, 208])
+def test_other_block_sizes(width: int, block: int):
+    for target in ("sm_80", "sm_100"):
+        if block >= least_block(width, target):
+            assert compiled("decode", "mosaic_gpu_sm80", target, width, "float16", block=block).spill_bytes == 0
 
 
 TRITON = [("sm_80", "int8"), ("sm_90a", "float8_e4m3fn"), ("sm_100", "float32")]
