@@ -63,7 +63,8 @@ def out_width(width: int) -> int:
 def fits(config: Config, block_size: int, width: int, dtype: str, token_scales: bool, chip: Chip) -> bool:
     """Whether what it needs of shared memory is there, and two consumers have registers enough: a third of what one has, and they
     cannot share the conversion of 8 bits."""
-    if config.consumers > 1 and (config.tile > 64 or width > hopper.WIDE or jnp.dtype(dtype).itemsize == 1):
+    wide = width > hopper.WIDE or (width > 96 and width % 32 > 0)
+    if config.consumers > 1 and (config.tile > 64 or wide or jnp.dtype(dtype).itemsize == 1):
         return False
     walk = walk_of(config, block_size, width, dtype, token_scales)
     return hopper.shared_bytes(walk, out_width(width)) <= chip.fast_memory - RESERVE
