@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.common.layout import LOWEST, MASKED, PoolShape
+from pallas_kernels.common.layout import LOWEST, MASKED
 from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.spec import AttentionSpec, Scales
 from pallas_kernels.common.splits import LOG2E
@@ -326,16 +326,6 @@ def refusal(spec: AttentionSpec, chip: Chip, *, jobs: int, config: Config, group
             f" {chip.fast_memory // 2} of a {chip.name}'s {chip.fast_memory} to use: take a smaller block_size or more shards"
         )
     return None
-
-
-def spec_of(q: jax.Array, kv: jax.Array, block_tables: jax.Array, kv_scales: jax.Array | None) -> AttentionSpec:
-    """Of a call, as far as sizes depend on it."""
-    rows, blocks = block_tables.shape
-    layers, count, _, *rest = kv.shape
-    scales: Scales = "none" if kv_scales is None else "tensor" if kv_scales.ndim == 1 else "token"
-    return AttentionSpec(
-        q.shape[0], rows, blocks, q.shape[1], q.shape[2], PoolShape(layers, count, *rest), str(kv.dtype), scales=scales
-    )
 
 
 def fits(spec: AttentionSpec, chip: Chip, config: Config, group: int) -> bool:

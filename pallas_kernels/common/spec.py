@@ -59,6 +59,16 @@ def attention_spec(
     return AttentionSpec(tokens, rows, blocks, heads, width, pool, dtype, window, soft_cap, sinks is not None, scales)
 
 
+def spec_of(q: jax.Array, kv: jax.Array, block_tables: jax.Array, kv_scales: jax.Array | None) -> AttentionSpec:
+    """Of a call, as far as sizes depend on it."""
+    rows, blocks = block_tables.shape
+    layers, count, _, *rest = kv.shape
+    scales: Scales = "none" if kv_scales is None else "tensor" if kv_scales.ndim == 1 else "token"
+    return AttentionSpec(
+        q.shape[0], rows, blocks, q.shape[1], q.shape[2], PoolShape(layers, count, *rest), str(kv.dtype), scales=scales
+    )
+
+
 # A decode step of a Llama 3 8B, what reports speak of when no call is at hand.
 TYPICAL_POOL = PoolShape(layers=32, blocks=4096, kv_heads=8, block_size=64, width=128)
 TYPICAL_DECODE = AttentionSpec(64, 64, 128, 32, 128, TYPICAL_POOL, "bfloat16")

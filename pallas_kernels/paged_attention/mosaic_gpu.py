@@ -20,10 +20,11 @@ from pallas_kernels.common import hopper
 from pallas_kernels.common.compat import traced_for
 from pallas_kernels.common.hopper import BY_ROW, ROWS, Softmax, Walk
 from pallas_kernels.common.layout import pad_axis, take
-from pallas_kernels.common.spec import AttentionSpec
+from pallas_kernels.common.spec import AttentionSpec, spec_of
 from pallas_kernels.common.splits import LOG2E, tile_span
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tiles import tiles_of
+from pallas_kernels.common.tuning import attention_key, tuned
 from pallas_kernels.paged_decode import mosaic_gpu as paged_decode
 
 RESERVE = paged_decode.RESERVE
@@ -84,6 +85,15 @@ def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
     own = heuristic(*shape, chip)
     others = [Config(tile, stages, consumers) for tile in (64, 128) for stages in (2, 3, 4) for consumers in (1, 2)]
     return [] if own is None else [own, *(c for c in others if c != own and fits(c, *shape, chip))]
+
+
+def config_of(spec: AttentionSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if this one has room for it, or else `heuristic`."""
+    sizes = spec.pool.block_size, spec.pool.width, spec.dtype, spec.scales == "token"
+    default = heuristic(*sizes, chip)
+    assert default is not None  # supports
+    config = tuned("paged_attention", "mosaic_gpu", chip, attention_key(spec), default)
+    return config if fits(config, *sizes, chip) else default
 
 
 def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
@@ -250,8 +260,7 @@ def attend_tiles(
     kv_heads, block_size, width = kv.shape[3:]
     group = heads // kv_heads
     token_scales = kv_scales is not None and kv_scales.ndim > 1
-    config = config or heuristic(block_size, width, str(kv.dtype), token_scales, chip)
-    assert config is not None  # supports
+    config = config or config_of(spec_of(q, kv, block_tables, kv_scales), chip)
     walk, pack = walk_of(config, block_size, width, str(kv.dtype), token_scales, interpret is not False), packing(group)
     tile = pack.queries * config.consumers
     q = pad_axis(q.astype(walk.compute), 2, width).reshape(tokens, kv_heads, group, width)

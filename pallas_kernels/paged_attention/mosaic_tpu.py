@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.layout import ceil_div, pad_axis, take
-from pallas_kernels.common.mosaic_tpu import Options, attend_jobs, choices, fits, refusal, round_up, sized, spec_of, vmem_limit
-from pallas_kernels.common.spec import AttentionSpec
+from pallas_kernels.common.mosaic_tpu import Options, attend_jobs, choices, fits, refusal, round_up, sized, vmem_limit
+from pallas_kernels.common.spec import AttentionSpec, spec_of
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tpu_stream import CLOSES, OPENS, Config, Jobs

@@ -18,9 +18,10 @@ from pallas_kernels.common import hopper
 from pallas_kernels.common.compat import traced_for
 from pallas_kernels.common.hopper import BY_ROW, ROWS, Softmax, Walk
 from pallas_kernels.common.layout import pad_axis
-from pallas_kernels.common.spec import AttentionSpec
+from pallas_kernels.common.spec import AttentionSpec, spec_of
 from pallas_kernels.common.splits import default_splits, merge, tile_span
 from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.tuning import attention_key, tuned
 
 RESERVE = 1024  # bytes of shared memory that the system takes of a block's
 
@@ -56,6 +57,15 @@ def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
     own = heuristic(*shape, chip)
     others = [Config(tile, stages) for tile in (64, 128) for stages in (2, 3, 4, 6)]
     return [] if own is None else [own, *(c for c in others if c != own and fits(c, *shape, chip))]
+
+
+def config_of(spec: AttentionSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if this one has room for it, or else `heuristic`."""
+    sizes = spec.pool.block_size, spec.pool.width, spec.dtype, spec.scales == "token"
+    default = heuristic(*sizes, chip)
+    assert default is not None  # supports
+    config = tuned("paged_decode", "mosaic_gpu", chip, attention_key(spec), default)
+    return config if fits(config, *sizes, chip) else default
 
 
 def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
@@ -156,8 +166,7 @@ def decode(
     rows, heads, head_width = q.shape
     kv_heads, block_size, width = kv.shape[3:]
     token_scales = kv_scales is not None and kv_scales.ndim > 1
-    config = config or heuristic(block_size, width, str(kv.dtype), token_scales, chip)
-    assert config is not None  # supports
+    config = config or config_of(spec_of(q, kv, block_tables, kv_scales), chip)
     walk = walk_of(config, block_size, width, str(kv.dtype), token_scales, interpret is not False)
     splits = num_splits or default_splits(rows * kv_heads, block_tables.shape[1] * block_size, chip.cores)
     group = heads // kv_heads

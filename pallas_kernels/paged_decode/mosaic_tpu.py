@@ -19,10 +19,9 @@ from pallas_kernels.common.mosaic_tpu import (
     refusal,
     round_up,
     sized,
-    spec_of,
     vmem_limit,
 )
-from pallas_kernels.common.spec import AttentionSpec
+from pallas_kernels.common.spec import AttentionSpec, spec_of
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tpu_stream import CLOSES, OPENS, Config, Jobs
