@@ -175,6 +175,7 @@ class EngineLoop:
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             skip_special=params.skip_special_tokens,
+            shown=request.shown,
             after=request.prompt,
         )
 

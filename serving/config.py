@@ -2,10 +2,12 @@
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from pagedjax.errors import check
 from serving.limits import Limits
+
+ToolParser = Literal["auto", "qwen3_coder", "hermes", "deepseek", "granite", "mistral", "gpt_oss", "llama3"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class ServeConfig:
     wedged_seconds: float = 120.0  # one step may take so long before liveness is denied
     tokenizer_threads: int = 2  # that tokenize prompts and render chats
     profile_folder: str = ""  # where StartProfile writes; "": profiling is refused
+    tool_parser: ToolParser = "auto"  # how the model writes tool calls; auto: in the way that its chat template teaches
     log_format: Literal["text", "json"] = "text"  # of the log, which goes to stderr
     log_prompts: bool = False  # write the token ids of prompts to the log, too
     limits: Limits = field(default_factory=Limits)
@@ -42,6 +45,8 @@ class ServeConfig:
         for name in ("drain_seconds", "unready_seconds"):
             check(getattr(self, name) >= 0, f"{name} must not be negative; got {getattr(self, name)}")
         check(self.wedged_seconds > 0, f"wedged_seconds must be positive; got {self.wedged_seconds}")
+        parsers = get_args(ToolParser)
+        check(self.tool_parser in parsers, f"tool_parser must be one of {', '.join(parsers)}; got {self.tool_parser!r}")
         check(self.tokenizer_threads >= 1, f"tokenizer_threads must be at least 1; got {self.tokenizer_threads}")
 
     @property

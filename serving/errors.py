@@ -15,6 +15,7 @@ Code = Literal[
     "too_many_stops",
     "form_too_large",
     "form_too_deep",
+    "form_failed",
     "batch_too_large",
     "message_too_large",
     "unauthenticated",
@@ -56,6 +57,7 @@ ANSWERS: dict[Code, Answer] = {
     "too_many_stops": Answer("INVALID_ARGUMENT", 400),
     "form_too_large": Answer("INVALID_ARGUMENT", 400),  # a schema or grammar that the output must follow
     "form_too_deep": Answer("INVALID_ARGUMENT", 400),
+    "form_failed": Answer("FAILED_PRECONDITION", 422),  # the output cannot go on in it
     "batch_too_large": Answer("INVALID_ARGUMENT", 400),
     "message_too_large": Answer("RESOURCE_EXHAUSTED", 413),
     "unauthenticated": Answer("UNAUTHENTICATED", 401),
@@ -100,6 +102,16 @@ def refusal(error: BaseException) -> Refusal:
         case EngineStopped():
             return Refusal("engine_failed", "the engine stopped after an error; the request may be sent to another one")
     return Refusal("internal", f"an error of the server's own ({type(error).__name__}); its log has more")
+
+
+def form_failed() -> Refusal:
+    """Of output whose form has come to a point from which it cannot go on."""
+    rule = "an output must be able to go on in its form"
+    return Refusal(
+        "form_failed",
+        f"{rule}; got to a point where the other limits of the request allow no token of it",
+        param="structured_outputs",
+    )
 
 
 def check_limit(ok: bool, code: Code, message: str, param: str | None = None) -> None:

@@ -42,6 +42,7 @@ class Call:
     add_special: bool = True  # of a text: BOS and the like, where the model wants them
     trace_id: str = ""  # of the client's trace (W3C trace context), for the log
     cache_salt: str = ""  # keeps cached prefixes apart within the tenant
+    shown: tuple[int, ...] = ()  # as in Request
 
 
 class Frontend:
@@ -239,7 +240,7 @@ class Frontend:
         if isinstance(ids, str):
             ids = need_tokenizer(llm).encode(ids, add_special=call.add_special)
         salt = f"{call.caller.salt}/{call.cache_salt}" if call.cache_salt else call.caller.salt
-        return replace(llm.request({"prompt_token_ids": ids, "cache_salt": salt}, call.params), id=engine_id)
+        return replace(llm.request({"prompt_token_ids": ids, "cache_salt": salt}, call.params), id=engine_id, shown=call.shown)
 
     @staticmethod
     def _service(call: Call) -> Service:

@@ -5,9 +5,10 @@ import contextlib
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -21,22 +22,42 @@ from serving.http.app import open_http
 
 STORIES = Path(__file__).parent / "golden" / "stories260K"
 TEMPLATE = (
-    "{{ bos_token }}{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }} <tool_call>\n{% endif %}"
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' + m.role) }}"
     "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood | default('') }}{% if add_generation_prompt %}Once{% endif %}"
 )
 
+TOOLS_TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "{{ call.function | tojson }}\n</tool_call>{% endfor %}{% endfor %}"
+)
 
-def chat_model(folder: Path, compile_cache: str) -> LLM:
-    """stories260K with a tiny chat template; in the shapes of conftest's engines, so that `compile_cache`, the run's, has them."""
+
+def chat_model(
+    folder: Path, compile_cache: str, *, template: str = TEMPLATE, special: Mapping[int, str] | None = None, **options: Any
+) -> LLM:
+    """stories260K with a tiny chat template; in the shapes of conftest's engines, so that `compile_cache`, the run's, has them.
+    `special`: tokens that become special ones of this text."""
     model = folder / "stories"
     shutil.copytree(STORIES, model)
     path = model / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**settings, "chat_template": TEMPLATE}), encoding="utf-8")
+    path.write_text(json.dumps({**settings, "chat_template": template}), encoding="utf-8")
+    _make_special(model / "tokenizer.json", special or {})
     shapes = {"buckets.decode_rows": (4,), "buckets.prefill_tokens": (32,), "cache.kv_memory": 2 << 20}
     sizes = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 16}
-    return LLM(model, compile_cache=compile_cache, **sizes, **shapes)
+    return LLM(model, compile_cache=compile_cache, **{**sizes, **shapes, **options})
+
+
+def _make_special(path: Path, special: Mapping[int, str]) -> None:
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocab, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+    for token, text in special.items():
+        vocab.pop(next(piece for piece, at in vocab.items() if at == token))
+        vocab[text] = token
+        added.append({**added[0], "id": token, "content": text})
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from pagedjax.limits import NUM_BAD_STRINGS, NUM_BIASES, NUM_LOGPROBS, NUM_STOP_
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "constraint"]  # the last: no token was left that it allows
 
+LARGEST = 3.4e38  # the device computes in single precision
 # Fields of SamplingParams.
 INTEGERS = ("n", "min_tokens", "top_k", "beam_width")
 INTEGERS_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
@@ -85,14 +86,17 @@ class SamplingParams:
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens must be at most max_tokens; got {self.min_tokens} and {self.max_tokens}",
         )
-        check(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, and finite; got {self.temperature}")
+        check(0 <= self.temperature <= LARGEST, f"temperature must be 0 or more, and finite; got {self.temperature}")
         check(self.top_k >= 0, f"top_k must be positive, or 0 or -1 for off; got {self.top_k}")
         check(0 < self.top_p <= 1, f"top_p must be in (0, 1]; got {self.top_p}")
         check(0 <= self.min_p <= 1, f"min_p must be in [0, 1]; got {self.min_p}")
         check(0 < self.typical_p <= 1, f"typical_p must be in (0, 1]; got {self.typical_p}")
         for name in ("presence_penalty", "frequency_penalty"):
             check(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2]; got {getattr(self, name)}")
-        check(0 < self.repetition_penalty < float("inf"), f"repetition_penalty must be positive; got {self.repetition_penalty}")
+        check(
+            0 < self.repetition_penalty <= LARGEST,
+            f"repetition_penalty must be positive, and finite; got {self.repetition_penalty}",
+        )
         check(self.seed is None or 0 <= self.seed < 2**64, f"seed must be in [0, 2^64); got {self.seed}")
         check(len(self.logit_bias) <= NUM_BIASES, f"logit_bias may hold {NUM_BIASES} tokens; got {len(self.logit_bias)}")
         worst = max(self.logit_bias.values(), key=abs, default=0.0)
@@ -279,5 +283,6 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     seed: int = 0  # 64 bits
     constraint: Constraint | None = None  # at the start of an output
+    shown: tuple[int, ...] = ()  # special tokens whose text is part of the output's, though others' is not
     salt: str = ""  # only requests of the same salt share cached blocks
     service: Service = Service()

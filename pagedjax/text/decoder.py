@@ -34,14 +34,16 @@ class IncrementalDecoder:
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special: bool = True,
+        shown: Iterable[int] = (),
         after: Iterable[int] = (),
     ):
         """`min_tokens`: a stop string that is complete within so many tokens does not count; its text is shown, and matching goes
-        on through it. `after`: the tokens before the first one. Where they spell anything, the text goes on and does not start:
-        a vocabulary that drops the space before a text's first word keeps it then."""
+        on through it. `shown`: special tokens that `skip_special` does not skip. `after`: the tokens before the first one. Where
+        they spell anything, the text goes on and does not start: a vocabulary that drops the space before a text's first word
+        keeps it then."""
         check(not isinstance(stop, str) and all(stop), f"stop must be a tuple of non-empty strings; got {stop!r}")
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._skipped = tokenizer.special_ids.difference(shown) if skip_special else frozenset()
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stops = [(s, _borders(s)) for s in dict.fromkeys(stop)]
@@ -60,7 +62,7 @@ class IncrementalDecoder:
             if self.hit is not None:
                 break
             self._num_tokens += 1
-            if self._skip_special and token in self._tokenizer.special_ids:
+            if token in self._skipped:
                 continue
             spelled = self._tokenizer.token_bytes(token, first=self._first)
             if spelled is None:

@@ -27,6 +27,11 @@ class Family:
     end: str | None  # None: to the end of the text
     read: Callable[[str, Tools], list[ToolCall]]  # of what is between the two; ValueError (KeyError, TypeError) where it is none
     opens: bool = False  # a block stands at the beginning of the text or nowhere, and `begin` is a part of it
+    words: tuple[str, ...] = ()  # further ones that a call is written with, which vocabularies may have as special tokens
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(word for word in (self.begin, self.end, *self.words) if word)
 
 
 def read_objects(block: str, tools: Tools) -> list[ToolCall]:
@@ -64,11 +69,25 @@ def read_channel(block: str, tools: Tools) -> list[ToolCall]:
 FAMILIES = (  # the first that a template has the words of
     Family("qwen3_coder", ("<tool_call>", "<function="), "<tool_call>", "</tool_call>", read_parameters),
     Family("hermes", ("<tool_call>",), "<tool_call>", "</tool_call>", read_objects),
-    Family("deepseek", ("<｜tool▁calls▁begin｜>",), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", read_separated),
+    Family(
+        "deepseek",
+        ("<｜tool▁calls▁begin｜>",),
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        read_separated,
+        words=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ),
     Family("granite", ("<|tool_call|>",), "<|tool_call|>", None, read_objects),
     Family("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", None, read_objects),
-    Family("gpt_oss", ("<|channel|>", "to=functions."), "to=functions.", "<|call|>", read_channel),
-    Family("llama3", ("ipython",), "{", None, read_objects, opens=True),
+    Family(
+        "gpt_oss",
+        ("<|channel|>", "to=functions."),
+        "to=functions.",
+        "<|call|>",
+        read_channel,
+        words=("<|channel|>", "<|constrain|>", "<|message|>"),
+    ),
+    Family("llama3", ("ipython",), "{", None, read_objects, opens=True, words=("<|python_tag|>",)),
 )
 
 
@@ -95,6 +114,8 @@ class ToolCallReader:
         self._family, self._tools = family, tools
         self._held = ""  # what is not decided yet
         self._inside = False  # a block
+        self._before = ""  # what comes back with a block that is no call
+        self._called = False  # calls have just ended: white space behind them is dropped
         self._begun = False  # something other than white space has come
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -115,7 +136,7 @@ class ToolCallReader:
             return said, []
         block, self._held, self._inside = self._held, "", False
         calls = self._read(block)
-        return ("", calls) if calls else (self._begin + block, [])
+        return ("", calls) if calls else (self._before + self._begin + block, [])
 
     @property
     def _begin(self) -> str:
@@ -124,6 +145,9 @@ class ToolCallReader:
     def _parts(self) -> Iterator[str | list[ToolCall]]:
         family = self._family
         while True:
+            if self._called:
+                self._held = self._held.lstrip()
+                self._called = not self._held
             if not self._inside:
                 at = self._held.find(family.begin)
                 if family.opens and at >= 0 and (self._begun or self._held[:at].replace("<|python_tag|>", "").strip()):
@@ -135,18 +159,17 @@ class ToolCallReader:
                     if said:
                         yield said
                     return
-                before, self._inside = self._held[:at].rstrip(), True
-                self._held = self._held[at + len(self._begin) :]
-                if before and not family.opens:
-                    yield before
+                said, self._inside = "" if family.opens else self._held[:at].rstrip(), True
+                self._before, self._held = self._held[len(said) : at], self._held[at + len(self._begin) :]
+                if said:
+                    yield said
             at = -1 if family.end is None else self._held.find(family.end)
             if family.end is None or at < 0:
                 return
             block, self._held, self._inside = self._held[:at], self._held[at + len(family.end) :], False
             calls = self._read(block)
-            yield calls or self._begin + block + family.end
-            if calls:
-                self._held = self._held.lstrip()
+            yield calls or self._before + self._begin + block + family.end
+            self._called = bool(calls)
 
     def _undecided(self) -> int:
         """Characters at the end of what is held that may become white space before a call, or the beginning of one."""

@@ -4,6 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,11 +12,13 @@ from starlette.responses import JSONResponse, Response
 
 from pagedjax.errors import UserError, check
 from serving.frontend import need_tokenizer
+from serving.http.forms import form_field
 from serving.http.generate import Job, respond
 from serving.http.requests import ChatRequest, Conversation, Message, Tool
 from serving.http.sampling import call_options, check_stream_options, sampling_params
 from serving.http.shapes import Bodies
 from serving.http.site import Asked, FromClient
+from serving.http.tools import tool_use
 from serving.limits import check_chars
 
 router = APIRouter()
@@ -77,6 +80,13 @@ async def chat_job(body: ChatRequest, asked: Asked) -> Job:
     """Tokenizes the conversation; UserError or Refusal for what cannot be honoured."""
     asked.check_model(body.model)
     options, params = check_stream_options(body.stream, body.stream_options), sampling_params(body, asked.defaults)
+    tokenizer = need_tokenizer(asked.frontend.llm)
+    tools, field = tool_use(body, tokenizer, asked.frontend.config.tool_parser), form_field(body)
+    if tools is not None and tools.form is not None:
+        check(
+            params.structured_outputs is None, f"{field} must not go with calls that are forced; got tool_choice={body.tool_choice}"
+        )
+        params, field = replace(params, structured_outputs=tools.form), "tools"
     messages = template_messages(body.messages)
     check_chars(asked.frontend.config.limits, text_length(messages))
     ids = await asked.frontend.chat_ids(messages, **template_options(body))
@@ -84,10 +94,12 @@ async def chat_job(body: ChatRequest, asked: Asked) -> Job:
     model, usage = asked.frontend.model_name, bool(options.include_usage or options.continuous_usage_stats)
     return Job(
         bodies=Bodies("chat.completion", answer_id, model, int(time.time()), usage=usage),
-        calls=[asked.call(ids, params, answer_id, **call_options(body))],
-        tokenizer=need_tokenizer(asked.frontend.llm),
+        calls=[asked.call(ids, params, answer_id, **call_options(body), shown=() if tools is None else tools.shown)],
+        tokenizer=tokenizer,
         options=options,
         token_ids=bool(body.return_token_ids),
+        tools=tools,
+        form_field=field,
     )
 
 

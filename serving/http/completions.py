@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from pagedjax.errors import check
 from serving.errors import Refusal
 from serving.frontend import need_tokenizer
+from serving.http.forms import form_field
 from serving.http.generate import Job, respond
 from serving.http.requests import CompletionRequest, as_prompts
 from serving.http.sampling import call_options, check_stream_options, sampling_params
@@ -41,6 +42,7 @@ async def completion_job(body: CompletionRequest, asked: Asked) -> Job:
         echoes=[await _text(asked, prompt, params.skip_special_tokens) for prompt in prompts] if body.echo else None,
         only_echo=bool(body.echo) and body.max_tokens == 0,
         token_ids=bool(body.return_token_ids),
+        form_field=form_field(body),
     )
 
 

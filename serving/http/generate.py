@@ -9,12 +9,14 @@ from typing import Any
 from pagedjax.host.request import Logprobs, Usage
 from pagedjax.stream import Delta
 from pagedjax.text import Tokenizer
-from serving.errors import Refusal
+from serving.errors import Refusal, form_failed
 from serving.frontend import Call, Frontend
 from serving.http.answer import Answer
+from serving.http.forms import OWN_NAME, blame
 from serving.http.logprobs import CompletionLogprobs, chat_logprobs, joined
 from serving.http.requests import StreamOptions
-from serving.http.shapes import DONE, Bodies, Choice, Count, count, joined_choice
+from serving.http.shapes import DONE, Bodies, CallPiece, Choice, Count, count, joined_choice
+from serving.http.tools import CallReader, ToolUse
 from serving.reply import Reply
 
 
@@ -30,6 +32,8 @@ class Job:
     echoes: Sequence[str] | None = None  # the texts of the prompts, where they are part of the answer
     only_echo: bool = False  # the answer is the prompt alone
     token_ids: bool = False
+    tools: ToolUse | None = None
+    form_field: str = OWN_NAME  # of the request, that asked for the form of the output
 
     @property
     def samples(self) -> int:
@@ -44,6 +48,8 @@ class Sample:
     lists: CompletionLogprobs | None  # where completions want logprobs
     begun: bool = False
     usage: Usage | None = None
+    reader: CallReader | None = None
+    calls: bool = False  # it has made some
 
 
 def respond(frontend: Frontend, make_job: Callable[[], Awaitable[Job]], *, stream: bool, headers: Mapping[str, str]) -> Answer:
@@ -82,7 +88,7 @@ async def events(frontend: Frontend, job: Job) -> AsyncGenerator[bytes]:
             if job.is_chat and piece.index not in begun:
                 begun.add(piece.index)
                 yield job.bodies.role(piece.index)
-            if piece.text or piece.finish or piece.logprobs or piece.token_ids:
+            if piece.text or piece.finish or piece.logprobs or piece.token_ids or piece.calls:
                 yield job.bodies.piece(piece, usage if options.continuous_usage_stats else None)
     if options.include_usage:
         yield job.bodies.usage(usage)
@@ -102,14 +108,17 @@ async def pieces(frontend: Frontend, job: Job) -> AsyncGenerator[tuple[Choice, C
                 generated += 0 if job.only_echo else len(delta.tokens)
                 left -= delta.finish is not None
                 yield piece, Count(prompts, generated) if left else _count(job, samples)
-                _check_end(delta)
+                _check_end(job, delta)
 
 
 async def _submit(frontend: Frontend, job: Job, stack: contextlib.AsyncExitStack) -> list[Reply]:
     """Hands all calls over at once, so that they can share steps. When one is refused, none of them goes on."""
 
     async def submit(call: Call) -> Reply:
-        return await stack.enter_async_context(await frontend.submit(call))
+        try:
+            return await stack.enter_async_context(await frontend.submit(call))
+        except Refusal as error:
+            raise blame(error, job.form_field) from error
 
     results = await asyncio.gather(*map(submit, job.calls), return_exceptions=True)
     for result in results:
@@ -152,7 +161,7 @@ def _sample(job: Job, at: int, reply: Reply, index: int) -> Sample:
     if not job.is_chat and params.logprobs is not None:
         echoed = None if job.echoes is None else job.echoes[at]
         lists = CompletionLogprobs(job.tokenizer, _prompt(reply), skip_special=params.skip_special_tokens, echoed=echoed)
-    return Sample(at * job.samples + index, lists)
+    return Sample(at * job.samples + index, lists, reader=None if job.tools is None else job.tools.make_reader())
 
 
 def _piece(job: Job, sample: Sample, at: int, reply: Reply, delta: Delta) -> Choice:
@@ -162,15 +171,28 @@ def _piece(job: Job, sample: Sample, at: int, reply: Reply, delta: Delta) -> Cho
     logprobs, text, tokens = delta.logprobs, delta.text, list(delta.tokens)
     if job.only_echo:
         logprobs, text, tokens = None if logprobs is None else (), "", []
+    calls: list[CallPiece] = []
+    if sample.reader is not None:
+        text, calls = sample.reader.read(text, ended=delta.finish is not None)
+        sample.calls = sample.calls or bool(calls)
     return Choice(
         index=sample.choice,
         text=job.echoes[at] + text if first and job.echoes is not None else text,
-        finish="length" if delta.finish and job.only_echo else delta.finish,
+        finish=_finish(job, sample, delta),
         stop=None if job.only_echo else delta.stop,
         logprobs=_logprobs(job, sample, logprobs, delta.prompt_logprobs),
         token_ids=tokens if job.token_ids else None,
         prompt_token_ids=list(_prompt(reply)) if job.token_ids and first else None,
+        calls=tuple(calls),
     )
+
+
+def _finish(job: Job, sample: Sample, delta: Delta) -> str | None:
+    """As clients know the reason; None for one that is an error."""
+    match delta.finish:
+        case "stop" | "length":
+            return "length" if job.only_echo else "tool_calls" if sample.calls and delta.finish == "stop" else delta.finish
+    return None
 
 
 def _logprobs(
@@ -184,8 +206,10 @@ def _logprobs(
     return joined([*parts, sample.lists.output(entries)])
 
 
-def _check_end(delta: Delta) -> None:
-    """An answer that was cut off by something else than the request is an error."""
+def _check_end(job: Job, delta: Delta) -> None:
+    """An answer that was cut off by something else than the request is an error, and so is one that has lost its form."""
+    if delta.finish == "constraint":
+        raise blame(form_failed(), job.form_field)
     if delta.finish == "deadline":
         raise Refusal("deadline_exceeded", "the deadline passed before the answer was complete")
     if delta.finish == "cancelled":

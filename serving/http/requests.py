@@ -6,7 +6,7 @@ Types are strict (no "5" for 5), null means absent, and a field that is not here
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 from pagedjax.errors import check
 
@@ -14,6 +14,7 @@ from pagedjax.errors import check
 type Integers = Annotated[list[int], FailFast()]
 type Strings = Annotated[list[str], FailFast()]
 type Objects = Annotated[list[dict[str, Any]], FailFast()]
+MOST_NESTED = 128  # levels of a schema; the limit that can be set is below
 BIAS = {"type": "object", "additionalProperties": {"type": "number"}}
 PROMPT = {
     "anyOf": [
@@ -23,6 +24,21 @@ PROMPT = {
         {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
     ]
 }
+
+
+def _check_nesting(schema: Any) -> Any:
+    """What follows a schema's parts does so by recursion."""
+    level = [schema] if isinstance(schema, dict) else []
+    for _ in range(MOST_NESTED):
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+        level = [part for part in level if isinstance(part, dict | list)]
+        if not level:
+            return schema
+    raise ValueError(f"nested more than {MOST_NESTED} levels")
+
+
+type Schema = Annotated[dict[str, Any], AfterValidator(_check_nesting)]
+type SchemaOrText = Annotated[str | dict[str, Any], AfterValidator(_check_nesting)]
 
 
 class Fields(BaseModel):
@@ -44,6 +60,30 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # padding against eavesdroppers; true is refused where it is read
+
+
+class JsonSchema(Fields):
+    """`name` and `description` are labels; the schema is followed to the letter, strict or not."""
+
+    name: str
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Fields):
+    """vLLM's way to say the same, and more; exactly one of these."""
+
+    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Strings | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Sampling(Harmless):
@@ -80,7 +120,12 @@ class Sampling(Harmless):
     cache_salt: str | None = None  # only requests of one tenant with the same salt share cached blocks
     service_tier: Literal["auto", "default", "flex"] | None = None  # flex: the pool of batch requests
     return_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None  # and so on: what structured_outputs was called before
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
 
 
 class Message(BaseModel):
@@ -95,7 +140,7 @@ class Message(BaseModel):
 class Function(Fields):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 
@@ -122,6 +167,7 @@ class ChatRequest(Sampling, Conversation):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # None: true
 
 
 class CompletionRequest(Sampling):
@@ -130,6 +176,20 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None  # None: true
+
+
+class TextFormat(Fields):
+    """The response_format of a response, without a level between."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class Text(Fields):
+    format: TextFormat | None = None
 
 
 class ResponsesRequest(Harmless):
@@ -148,7 +208,7 @@ class ResponsesRequest(Harmless):
     stream_options: StreamOptions | None = None
     top_logprobs: int | None = None
     include: Strings | None = None
-    text: dict[str, Any] | None = None
+    text: Text | None = None
     tools: Objects | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None

@@ -4,6 +4,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -15,7 +16,7 @@ from serving.http.answer import Answer
 from serving.http.chat import chat_job
 from serving.http.failures import failure
 from serving.http.generate import Job, pieces
-from serving.http.requests import ChatRequest, Message, ResponsesRequest
+from serving.http.requests import ChatRequest, JsonSchema, Message, ResponseFormat, ResponsesRequest, Text
 from serving.http.sampling import check_stream_options
 from serving.http.shapes import Choice, Count, joined_choice, named_event
 from serving.http.site import Asked, FromClient
@@ -33,14 +34,12 @@ async def respond(body: ResponsesRequest, asked: FromClient) -> Response:
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The same request as chat has it. Refusal for what the basic form does not have."""
-    form = (body.text or {}).get("format", {"type": "text"})
     unsupported = {
         "previous_response_id": body.previous_response_id is not None,
         "background": bool(body.background),
         "truncation": body.truncation == "auto",
         "tools": bool(body.tools),
         "tool_choice": body.tool_choice not in (None, "none", "auto"),
-        "text": set(body.text or {}) > {"format"} or not isinstance(form, Mapping) or form.get("type") != "text",
         "include": not set(body.include or ()) <= {LOGPROBS},
     }
     for name, wrong in unsupported.items():
@@ -56,10 +55,24 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         top_p=body.top_p,
         logprobs=wants or None,
         top_logprobs=body.top_logprobs,
+        response_format=_response_format(body.text),
         chat_template_kwargs=body.chat_template_kwargs,
         service_tier=body.service_tier,
         stream=body.stream,
     )
+
+
+def _response_format(text: Text | None) -> ResponseFormat | None:
+    """As chat has it, with a level more."""
+    form = None if text is None else text.format
+    if form is None:
+        return None
+    said = form.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+    check(form.type == "json_schema" or not said, f"text.format of type {form.type} must have nothing else; got {', '.join(said)}")
+    if form.type != "json_schema":
+        return ResponseFormat(type=form.type)
+    check("name" in said and "schema" in said, f"text.format must have a name and a schema; got {', '.join(said) or 'neither'}")
+    return ResponseFormat(type=form.type, json_schema=JsonSchema(**said))
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[Message]:
@@ -91,7 +104,8 @@ async def _job(body: ResponsesRequest, asked: Asked) -> tuple[Job, dict[str, Any
         "stream_options of a response may have include_obfuscation; its usage is in its last event",
     )
     job = await chat_job(as_chat(body), asked)
-    params = job.calls[0].params
+    params, form = job.calls[0].params, body.text and body.text.format
+    job = replace(job, form_field="text" if job.form_field == "response_format" else job.form_field)
     return job, {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -108,7 +122,7 @@ async def _job(body: ResponsesRequest, asked: Asked) -> tuple[Job, dict[str, Any
         "previous_response_id": None,
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"} if form is None else form.model_dump(exclude_none=True, by_alias=True)},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [],
         "top_p": params.top_p,

@@ -6,6 +6,7 @@ from typing import Any
 
 from pagedjax.errors import check
 from pagedjax.host.request import SamplingParams
+from serving.http.forms import asked_form
 from serving.http.requests import ChatRequest, CompletionRequest, StreamOptions
 
 SAME_NAME = (
@@ -17,11 +18,13 @@ SAME_NAME = (
 
 def sampling_params(body: ChatRequest | CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """`defaults`: what the model's makers recommend, by the names of SamplingParams. UserError for what cannot be honoured."""
-    refuse_constraints(body)
+    form = asked_form(body)
     given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
         given["logit_bias"] = {_token(key): value for key, value in body.logit_bias.items()}
     beams = _beams(body)
+    if form is not None:
+        given |= {"structured_outputs": form.params}
     if beams:  # by the model's own distribution: what its makers recommend for sampling has no place there
         given |= {"beam_width": beams}
         defaults = {name: value for name, value in defaults.items() if name == "max_tokens"}
@@ -32,21 +35,6 @@ def sampling_params(body: ChatRequest | CompletionRequest, defaults: Mapping[str
         f"best_of must be n, which is {params.n}, in a stream: the best are known at the end; got {params.best_of}",
     )
     return params
-
-
-def refuse_constraints(body: ChatRequest | CompletionRequest) -> None:
-    """The one place where structured output and forced tool calls are turned away."""
-    form = body.response_format
-    check(
-        form is None or form.get("type") == "text",
-        f'response_format must be {{"type": "text"}}, since structured output is not there yet; got {form!r:.80}',
-    )
-    if isinstance(body, ChatRequest):
-        choice = body.tool_choice
-        check(
-            choice in (None, "none", "auto"),
-            f"tool_choice must be none or auto, since calls cannot be forced yet; got {choice!r:.80}",
-        )
 
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:

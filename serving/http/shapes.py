@@ -57,6 +57,31 @@ def count(usages: Iterable[Collection[Usage]]) -> Count:
 
 
 @dataclass(frozen=True)
+class CallPiece:
+    """A tool call, or what is new of one. The first piece of a call has its id and its name."""
+
+    index: int
+    arguments: str  # pieces joined are JSON
+    id: str | None = None
+    name: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        known = {} if self.id is None else {"id": self.id, "type": "function"}
+        name = {} if self.name is None else {"name": self.name}
+        return {"index": self.index, **known, "function": {**name, "arguments": self.arguments}}
+
+
+def joined_calls(pieces: Iterable[CallPiece]) -> list[dict[str, Any]]:
+    """Whole calls, as a message has them."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.id is not None:
+            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        calls[piece.index]["function"]["arguments"] += piece.arguments
+    return calls
+
+
+@dataclass(frozen=True)
 class Choice:
     """One sample, or the next piece of one."""
 
@@ -67,6 +92,7 @@ class Choice:
     logprobs: dict[str, Any] | None = None
     token_ids: list[int] | None = None  # where they were asked for
     prompt_token_ids: list[int] | None = None
+    calls: tuple[CallPiece, ...] = ()  # of tools
 
 
 def joined_choice(parts: Sequence[Choice], *, logprobs: dict[str, Any] | None) -> Choice:
@@ -79,6 +105,7 @@ def joined_choice(parts: Sequence[Choice], *, logprobs: dict[str, Any] | None) -
         logprobs=joined(lists) if lists else logprobs,
         token_ids=[token for part in ids for token in part] if ids else None,
         prompt_token_ids=parts[0].prompt_token_ids,
+        calls=tuple(call for part in parts for call in part.calls),
     )
 
 
@@ -102,11 +129,11 @@ class Bodies:
         return self._event(to_json({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}), None)
 
     def piece(self, choice: Choice, usage: Count | None = None) -> bytes:
-        if choice.finish is None and choice.logprobs is None and choice.token_ids is None:  # nearly all of them
+        if choice.finish is None and choice.logprobs is None and choice.token_ids is None and not choice.calls:  # nearly all
             text = json.dumps(choice.text)
             shown = f'"delta":{{"content":{text}}}' if self._chat else f'"text":{text}'
             return self._event(f'{{"index":{choice.index},{shown},"logprobs":null,"finish_reason":null}}', usage)
-        shown = {"delta": {"content": choice.text}} if self._chat else {"text": choice.text}
+        shown = {"delta": _delta(choice)} if self._chat else {"text": choice.text}
         return self._event(to_json({"index": choice.index, **shown, **_end(choice)}), usage)
 
     def usage(self, usage: Count) -> bytes:
@@ -118,8 +145,17 @@ class Bodies:
         return f'{self._start}"choices":[{choices}]{shown}}}\n\n'.encode()
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": joined_calls(choice.calls)}
         return {"index": choice.index, **({"message": message} if self._chat else {"text": choice.text}), **_end(choice)}
+
+
+def _delta(choice: Choice) -> dict[str, Any]:
+    if not choice.calls:
+        return {"content": choice.text}
+    text = {"content": choice.text} if choice.text else {}
+    return {**text, "tool_calls": [call.body() for call in choice.calls]}
 
 
 def _end(choice: Choice) -> Mapping[str, Any]:

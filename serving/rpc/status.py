@@ -43,4 +43,6 @@ async def abort(context: grpc.aio.ServicerContext, refusal: Refusal) -> None:
     trailers = list(whole.trailing_metadata)
     if refusal.retry_after is not None:
         trailers.append(("grpc-retry-pushback-ms", str(math.ceil(refusal.retry_after * 1000))))
+    if refusal.code == "form_failed":
+        trailers.append(("smg-constraint-failed", "engine"))  # smg answers 422 then
     await context.abort(whole.code, whole.details, tuple(trailers))

@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from pagedjax.llm import LLM
 from serving import profile
 from serving.auth import require_admin
-from serving.errors import Refusal
+from serving.errors import Refusal, form_failed
 from serving.frontend import VERSION, Call, Frontend
 from serving.gather import Collected
 from serving.reply import Reply
@@ -194,6 +194,8 @@ async def _answers(reply: Reply, *, streams: bool) -> AsyncIterator[Any]:
         async for update in updates:
             for delta in update:
                 collected.add(delta)
+                if delta.finish == "constraint":
+                    raise form_failed()
                 if streams and delta.tokens:
                     yield messages.chunk(delta, ids, 0 if delta.usage is None else delta.usage.cached)
                 if delta.finish is not None:

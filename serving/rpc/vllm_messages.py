@@ -11,7 +11,7 @@ from pagedjax.host.request import Logprobs, SamplingParams, Usage
 from pagedjax.stream import Delta
 from serving.errors import Refusal
 
-FINISH = {"stop": "stop", "length": "length", "cancelled": "abort", "constraint": "error"}  # a deadline is a status
+FINISH = {"stop": "stop", "length": "length", "cancelled": "abort"}  # the others are statuses
 ELSEWHERE = {  # fields of GenerateRequest that stand for what this engine does not do
     "kv_transfer_params": "prefill and decode on different workers",
     "mm_inputs": "images and video",

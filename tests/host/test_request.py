@@ -32,6 +32,8 @@ def test_any_kind_of_integer_will_do(name: str) -> None:
         ({"temperature": "hot"}, "temperature must be a number; got 'hot'"),
         ({"top_p": None}, "top_p must be a number; got None"),
         ({"temperature": float("nan")}, "temperature must be 0 or more, and finite; got nan"),
+        ({"temperature": 1e39}, r"temperature must be 0 or more, and finite; got 1e\+39"),  # in single precision it is not
+        ({"repetition_penalty": 1e39}, r"repetition_penalty must be positive, and finite; got 1e\+39"),
         ({"allowed_token_ids": (1, 2.5)}, "each of allowed_token_ids must be an integer; got 2.5"),
         ({"allowed_token_ids": ()}, "allowed_token_ids must not be empty"),
         ({"stop_token_ids": ["a"]}, "each of stop_token_ids must be an integer; got 'a'"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import Server, serving, until
@@ -18,6 +19,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
 from pagedjax import LLM, SamplingParams
+from pagedjax.text.grammar import Grammar
 from serving import tokenizer_files
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
@@ -117,6 +119,17 @@ def test_output_of_a_form(stub: Any, server: Server) -> None:
     assert json.loads(answer(json_schema=json.dumps(schema))[0])["a"] in (1, 2)
     assert answer(json_object=True)[0].lstrip().startswith("{")
     assert answer(json_object=False) == answer() and not answer()[0].lstrip().startswith("{")
+
+
+def test_output_that_cannot_go_on_in_its_form(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status, with the trailer by which smg knows it."""
+    mask, left = Grammar.mask, iter(range(4))
+    monkeypatch.setattr(Grammar, "mask", lambda self: mask(self) if next(left, None) is not None else np.zeros(1, np.uint32))
+    with pytest.raises(grpc.RpcError, match="an output must be able to go on in its form") as caught:
+        list(stub.Generate(request([1, 403], regex="[0-9]{9}", stream=True)))
+    error: Any = caught.value
+    assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert dict(error.trailing_metadata())["smg-constraint-failed"] == "engine"
 
 
 def test_text_and_truncated_prompts(server: Server, stub: Any) -> None:

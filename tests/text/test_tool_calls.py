@@ -136,12 +136,12 @@ def test_a_text_without_calls_is_what_it_is(family: str):
         ("granite", "<|tool_call|>nothing"),
         ("mistral", '[TOOL_CALLS][{"name": 3, "arguments": {}}]'),
         ("gpt_oss", " to=functions.f<|message|>x<|call|>"),
-        ("llama3", '{"a": 1}'),
+        ("llama3", ' <|python_tag|>{"a": 1} '),
     ],
 )
 def test_what_is_no_call_stays_text(family: str, text: str):
     said, calls = read(family, [], text, 0)
-    assert calls == [] and said.replace(" ", "").replace("\n", "") == text.replace(" ", "").replace("\n", "")
+    assert calls == [] and said == text
 
 
 def test_a_call_is_there_when_its_block_ends():
@@ -150,6 +150,15 @@ def test_a_call_is_there_when_its_block_ends():
     assert reader.feed(': {"é": [1]}}\n</tool_call>\n<tool') == ("", [ToolCall("f", '{"é": [1]}')])
     assert reader.feed("_call>") == ("", [])
     assert reader.end() == ("<tool_call>", [])
+
+
+def test_white_space_around_calls_is_theirs_in_any_pieces():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    text = f"a \n {call} \n\n {call}\n b \n"
+    for size in (1, 2, 5, 100):
+        reader = ToolCallReader(family_named("hermes"), [])
+        parts = [reader.feed(text[i : i + size]) for i in range(0, len(text), size)] + [reader.end()]
+        assert ("".join(said for said, _ in parts), sum(len(calls) for _, calls in parts)) == ("ab \n", 2)
 
 
 def test_an_unknown_family():

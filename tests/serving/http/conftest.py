@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from http_server import Server, chat_model, running
+from http_server import TOOLS_TEMPLATE, Server, chat_model, running
 
 from pagedjax import LLM
 
@@ -13,6 +13,16 @@ from pagedjax import LLM
 @pytest.fixture(scope="session")
 def chat_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
     with chat_model(tmp_path_factory.mktemp("chat"), compile_cache) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def tools_llm(tmp_path_factory: pytest.TempPathFactory, compile_cache: str) -> Iterator[LLM]:
+    """With room for calls, a template that teaches the hermes way of calling, and a special token as Mistral's models have it.
+    Its shapes are those of an engine in test_engine.py."""
+    shapes = {"max_model_len": 512, "max_num_seqs": 2, "buckets.decode_rows": (1, 2)}
+    options = {"template": TOOLS_TEMPLATE, "special": {507: "[TOOL_CALLS]"}, **shapes}
+    with chat_model(tmp_path_factory.mktemp("tools"), compile_cache, **options) as llm:
         yield llm
 
 

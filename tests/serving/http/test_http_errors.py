@@ -16,6 +16,7 @@ from pagedjax.errors import QueueFull
 from pagedjax.host.request import SamplingParams
 from serving.auth import Key, Keys
 from serving.events import Ended
+from serving.http.forms import GUIDED
 from serving.http.requests import ChatRequest, CompletionRequest, Conversation, Harmless, Sampling
 from serving.http.sampling import SAME_NAME, sampling_params
 from serving.limits import Limits
@@ -63,14 +64,12 @@ def refused(response: httpx.Response, status: int, says: str, param: str | None)
         (TEXT, {"prompt": [1, 512]}, "prompt must be token ids below 512; got 512", "prompt"),
         (TEXT, {"prompt": ["a"] * 65}, "^a call may hold 64 prompts; got 65", "prompt"),
         (TEXT, {"prompt": "a " * 200}, "^a prompt may have 127 tokens where the context is 128", "prompt"),
-        (TEXT, {"prompt": "a", "response_format": {"type": "json_object"}}, "^response_format must be", "response_format"),
         (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "^stream_options must go", "stream_options"),
         (TEXT, {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}}, "be false", "stream_options"),
         (CHAT, {"messages": []}, "^messages must ", "messages"),
         (CHAT, {"messages": [{"role": 1}]}, "^messages.0.role must be a valid string", "messages.0.role"),
         (CHAT, {"messages": [{"role": "alien"}]}, "^the chat template refused the messages: .*no role alien", None),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"^messages\[0\].content parts", "messages"),
-        (CHAT, {"messages": HELLO, "tool_choice": "required"}, "^tool_choice must be none or auto", "tool_choice"),
         (CHAT, {"messages": HELLO, "tools": [{"type": "web"}]}, "^tools.0.type must be 'function'", "tools.0.type"),
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, "^top_logprobs must go with logprobs=true", "top_logprobs"),
         (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "^max_tokens and", "max_tokens"),
@@ -78,7 +77,6 @@ def refused(response: httpx.Response, status: int, says: str, param: str | None)
         (CHAT, {"messages": [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "must be JSON", "messages"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, r"tool_calls\[0\] must be an object", "messages"),
         (RESPONSES, {"input": "a", "previous_response_id": "r"}, "^previous_response_id cannot be", "previous_response_id"),
-        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_object"}}}, "^text cannot be", "text"),
         (RESPONSES, {"input": "a", "include": ["x"]}, "^include cannot be", "include"),
         (RESPONSES, {"input": [{"type": "function_call"}]}, r"^input\[0\] must be a message", "input"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"content parts must be texts", "input"),
@@ -224,7 +222,8 @@ VALUES: dict[str, Any] = {
     "skip_special_tokens": False, "best_of": 3, "max_tokens": 5,
 }  # fmt: skip
 ELSEWHERE = {  # honoured, or refused, by something else than SamplingParams; each has a test of its own
-    *("model", "stream", "stream_options", "cache_salt", "service_tier", "return_token_ids", "response_format"),
+    *("model", "stream", "stream_options", "cache_salt", "service_tier", "return_token_ids"),
+    *("response_format", "structured_outputs", *GUIDED),
     *("use_beam_search", "beam_width", "length_penalty", "early_stopping"),
 }
 
@@ -241,7 +240,7 @@ def test_every_field_is_accounted_for():
     assert {*VALUES, *ELSEWHERE, *Harmless.model_fields} == set(Sampling.model_fields)
     assert {*SAME_NAME, "logit_bias", "max_tokens"} == {*VALUES, "length_penalty", "early_stopping"}
     assert set(SAME_NAME) <= set(Sampling.model_fields) and set(SAME_NAME) <= set(SamplingParams.__dataclass_fields__)
-    others = {"max_completion_tokens", "logprobs", "top_logprobs", "tool_choice"}
+    others = {"max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "parallel_tool_calls"}
     assert set(ChatRequest.model_fields) == {*Sampling.model_fields, *Conversation.model_fields, *others}
     others = {"prompt", "suffix", "echo", "logprobs", "add_special_tokens"}
     assert set(CompletionRequest.model_fields) == {*Sampling.model_fields, *others}
