@@ -84,7 +84,8 @@ class Refusal(Exception):
 
     def __init__(self, code: Code, message: str, *, param: str | None = None, retry_after: float | None = None):
         super().__init__(message)
-        self.code, self.message, self.param = code, message, param
+        self.code: Code = code
+        self.message, self.param = message, param
         answer = ANSWERS[code]
         self.grpc, self.http = answer.grpc, answer.http
         self.retry_after = answer.retry if retry_after is None else retry_after  # seconds; None: no use
