@@ -22,7 +22,7 @@ from test_tensor_parallel import some_requests
 from pagedjax.buckets import Bucket
 from pagedjax.commands.cache import entries
 from pagedjax.device import programs
-from pagedjax.device.compile import compile_all
+from pagedjax.device.compile import compile_all, open_compile_cache
 from pagedjax.device.programs import describe, load_program, program_file, save_program
 from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine
@@ -190,6 +190,14 @@ def test_a_file_that_is_no_program_of_that_name(tmp_path: Path, damage: str) -> 
         case _:
             file.write_bytes(programs.digest_of(file, b"hello") + b"hello")
     assert load_program(file, mesh) is None
+
+
+def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    """And JAX's own cache is left as it is, on CPU."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    open_compile_cache(str(tmp_path / "new"), "cpu")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert jax.config.values["jax_compilation_cache_dir"] == before != str(tmp_path / "new")
 
 
 def test_a_program_that_cannot_be_kept(tmp_path: Path) -> None:
