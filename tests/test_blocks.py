@@ -178,7 +178,7 @@ def test_no_host_memory_no_programs(
     monkeypatch.setattr("pagedjax.engine.compile_all", listed)
     with pytest.raises(Compiling):
         stories_engine(**{"cache.swap_memory": memory, "schedule.max_queued": 3})
-    assert {key for key in compiled if not isinstance(key, Bucket)} == {"zero_state", "set_lane"} | programs
+    assert {key for key in compiled if not isinstance(key, Bucket)} == {"zero_state", "set_lane", "set_mask"} | programs
 
 
 def test_swaps_without_host_memory(stories_engine: Callable[..., Engine]) -> None:

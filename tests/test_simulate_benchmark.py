@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.rate import at_rate
 from bench.simulate import compare, requests_of, run, traced_jobs
 from pagedjax.engine import Engine
 from pagedjax.host.step_time import StepTime, fit
@@ -42,3 +43,11 @@ def test_other_steps_are_noticed(stories_engine: Callable[..., Engine], monkeypa
     schedule = replace(engine.config.schedule, max_num_batched_tokens=20)
     monkeypatch.setattr(engine, "config", replace(engine.config, schedule=schedule))
     assert not compare(engine, StepTime(per_pass=1), at_once)["same_steps"]
+
+
+def test_a_higher_rate_takes_longer(stories_engine: Callable[..., Engine]) -> None:
+    """All requests at once against one after the other: the mean latency over tokens of output, and how many run."""
+    engine = stories_engine()
+    trace = [Traced(0.0, 30, 40) for _ in range(8)]
+    slow, fast = at_rate(engine, trace, 2.0, 1.0), at_rate(engine, trace, 1e6, 1.0)
+    assert slow["normalized"] < fast["normalized"] and slow["running"] < fast["running"] <= 4
