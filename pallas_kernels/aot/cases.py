@@ -8,8 +8,8 @@ from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tuning import Entry, config_of
 from pallas_kernels.workload import Attention, Load, Write
 
-# Eight layers: pools of more than 2**32 bytes, also of 8 bits.
-DECODE, PREFILL, WRITE = Attention(64, 8192, layers=8), Attention(64, 8192, layers=8, new=32), Write(64, 8192, layers=8)
+# Four layers: pools of more than 2**32 bytes, also of 8 bits.
+DECODE, PREFILL, WRITE = Attention(64, 8192, layers=4), Attention(64, 8192, layers=4, new=32), Write(64, 8192, layers=4)
 SHORT: dict[str, tuple[Attention | Write, ...]] = {
     "paged_decode": (DECODE, replace(DECODE, dtype="float8_e4m3fn", scales="token")),
     "paged_attention": (PREFILL, replace(PREFILL, dtype="int8", scales="tensor", window=1024)),
