@@ -24,7 +24,6 @@ from pagedjax.engine import Engine, Progress
 from pagedjax.errors import QueueFull, UserError, check
 from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Service, Usage
 from pagedjax.loop import EngineLoop
-from pagedjax.memory import map_large_buffers
 from pagedjax.stream import Stream
 from pagedjax.text import Grammars, Tokenizer, load_tokenizer, tokenizer_from_gguf
 
@@ -91,7 +90,6 @@ class LLM:
         """`model`: a Hugging Face folder or hub id, a GGUF file, or an Orbax folder. `options` are fields of EngineConfig by
         path, or vLLM's names: LLM(path, max_model_len=2048, tensor_parallel_size=2)."""
         config = with_options(config or EngineConfig(), options)
-        map_large_buffers()
         self.model = os.fspath(model)
         checkpoint = open_checkpoint(self.model)
         mesh = make_mesh(config.sharding.model)

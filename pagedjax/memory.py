@@ -17,8 +17,6 @@ from pagedjax.config import EngineConfig, ModelConfig
 from pagedjax.errors import check
 
 CPU_LIMIT = 4 << 30
-LARGE_BUFFER = 4 << 20  # bytes; the peak of workload b is 70 MiB lower than without (docs/benchmarks.md)
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def kv_dtype(config: EngineConfig) -> np.dtype:
@@ -92,15 +90,6 @@ def _free_bytes(device: Any, num_devices: int, temp_bytes: Callable[[], int]) ->
     stats = device.memory_stats() or {}
     limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
     return int(max(0, limit * 0.9 - used - temp_bytes()) * num_devices)
-
-
-def map_large_buffers() -> None:
-    """Lets the C library map each buffer of LARGE_BUFFER bytes or more by itself, so that it goes back to the system when it is
-    freed. glibc raises that size to 32 MiB as such buffers are freed, and keeps most of what is below. Does nothing where the C
-    library has no mallopt."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE_BUFFER)
 
 
 def release_freed() -> None:

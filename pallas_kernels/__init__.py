@@ -5,7 +5,6 @@ what padding writes goes there and nothing reads it. Row lengths include the tok
 """
 
 from pallas_kernels.common.dispatch import Op
-from pallas_kernels.common.shared import SharedPrefix, find_shared
 from pallas_kernels.grouped_matmul import OP as GROUPED_MATMUL
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.kv_write import OP as KV_WRITE
@@ -21,8 +20,6 @@ __all__ = [
     "OPS",
     "Int4Weight",
     "Int8Weight",
-    "SharedPrefix",
-    "find_shared",
     "grouped_matmul",
     "kv_write",
     "paged_attention",

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pagedjax", "checkpoints", "pallas_kernels", "serving", "bench")
 FILE_LINES = 420  # "about 400"
 FUNCTION_LINES = 60
-KERNEL = re.compile(r"pallas_kernels/\w+/(xla|triton|mosaic_\w+)\.py")  # a kernel's body may be longer
+KERNEL = re.compile(r"pallas_kernels/\w+/(xla|triton|mosaic_\w+|numba_attention)\.py")  # a kernel's body may be longer
 GENERATED = re.compile(r"_pb2(_grpc)?\.py$")  # by protoc
 WORDS = ("Manager", "Helper", "Util", "Base", "Handler")
 BY_NAME = (
@@ -27,6 +27,7 @@ BY_NAME = (
     "pagedjax/cli.py",
     "checkpoints/open.py",
     "pallas_kernels/common/dispatch.py",
+    "pallas_kernels/common/numba_ffi.py",
 )  # load modules by name, when they are asked for
 
 # Who may import what of this project: itself, and these. What is not listed here may import anything but the entry points.
@@ -69,7 +70,7 @@ NO_JAX = (
     "pagedjax.simulate",
     "pagedjax.traces",
 )
-OUTSIDE = {"pallas_kernels": ("jax", "numpy")}  # all that may be imported beside the standard library
+OUTSIDE = {"pallas_kernels": ("jax", "numpy", "numba", "llvmlite")}  # all that may be imported beside the standard library
 
 
 def sources(*packages: str) -> Iterator[tuple[str, str]]:

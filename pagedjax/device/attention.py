@@ -6,7 +6,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import SharedPrefix, find_shared, kv_write, paged_attention, paged_decode
+from pallas_kernels import kv_write, paged_attention, paged_decode
 from pallas_kernels.common.targets import platform_of
 
 Place = tuple[jax.Array | int, jax.Array | int]  # of a layer: its group, and which of the group's layers it is
@@ -23,20 +23,6 @@ class Rows:
     context_lens: jax.Array  # i32[S]
     block_tables: jax.Array  # i32[G, S, B]
     mesh: Mesh = struct.field(pytree_node=False)
-    shared: SharedPrefix | None = None  # what several rows begin with, of each group
-
-
-FEWEST_ROWS = 16  # that look for a shared prefix: it costs a second loop in each layer; with 8 rows it saves 10 % of a step
-
-
-def shared_prefix(
-    block_tables: jax.Array, context_lens: jax.Array, query_start: jax.Array, *, block_size: int, mesh: Mesh
-) -> SharedPrefix | None:
-    """The `shared` of Rows; block_tables i32[G, S, B]. None where the ops have kernels, which do not go by it."""
-    if block_tables.shape[1] < FEWEST_ROWS or platform_of(mesh.devices.flat[0]) != "cpu":
-        return None
-    counts = query_start[1:] - query_start[:-1]
-    return jax.vmap(lambda tables: find_shared(tables, context_lens, counts, block_size))(block_tables)
 
 
 def attend(
@@ -56,28 +42,25 @@ def attend(
     Blocks that end before the window of a row's first token are not read; their entries in the table may be 0.
     """
     num_rows = rows.context_lens.shape[0]
-    shared = rows.shared if window is None else None
     platform = platform_of(rows.mesh.devices.flat[0])
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "platform": platform}
 
-    def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode, shared):
+    def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode):
         kv = kv_write(kv, k, v, layer, slots, num_rows=num_rows, platform=platform)
         assert isinstance(kv, jax.Array)
         if q.shape[0] == num_rows:  # a decode bucket
-            out = paged_decode(q, kv, layer, block_tables, context_lens, shared=shared, **options)
+            out = paged_decode(q, kv, layer, block_tables, context_lens, **options)
         else:
             rest = block_tables, context_lens, query_start, num_decode
-            out = paged_attention(q, kv, layer, *rest, shared=shared, **options)
+            out = paged_attention(q, kv, layer, *rest, **options)
         assert isinstance(out, jax.Array)
         return out.astype(jnp.float32), kv
 
     if rows.mesh.size > 1:
         head, pool = P(None, "model", None), P(None, None, None, "model", None, None)
         local = jax.shard_map(
-            local, mesh=rows.mesh, in_specs=(head, head, head, pool, *[P()] * 7), out_specs=(head, pool), check_vma=False
+            local, mesh=rows.mesh, in_specs=(head, head, head, pool, *[P()] * 6), out_specs=(head, pool), check_vma=False
         )
     group, layer = (jnp.asarray(x, jnp.int32) for x in place)
-    slots, tables, shared = jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, group, keepdims=False), (rows.slots, rows.block_tables, shared)
-    )
-    return local(q, k, v, kv, layer, slots, tables, rows.context_lens, rows.query_start, rows.num_decode, shared)
+    slots, tables = (jax.lax.dynamic_index_in_dim(x, group, keepdims=False) for x in (rows.slots, rows.block_tables))
+    return local(q, k, v, kv, layer, slots, tables, rows.context_lens, rows.query_start, rows.num_decode)

@@ -12,6 +12,8 @@ import threading
 import warnings
 import zlib
 from functools import cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,7 @@ from jaxlib import version as jaxlib_version
 from jaxlib import xla_client
 
 import pallas_kernels
+from pallas_kernels.common.dispatch import Later
 
 PACKAGE, KERNELS = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
 # All that the programs are made of: what device and models may import (tests/device/test_programs.py).
@@ -32,6 +35,7 @@ SOURCES = (PACKAGE / "device", PACKAGE / "models", KERNELS) + tuple(
     PACKAGE / f"{name}.py" for name in ("buckets", "config", "errors", "limits", "state", "wire")
 )
 DIGEST_BYTES = 32
+foreign = Later("pallas_kernels.common.numba_targets")  # kernels that programs call: their code is kept with each program
 
 
 def program_file(folder: str, lower: partial, options: dict[str, Any], mesh: Mesh) -> Path | None:
@@ -55,7 +59,9 @@ def load_program(file: Path, mesh: Mesh) -> jax.stages.Compiled | None:
         return None
     devices = list(mesh.devices.flat)
     try:
-        serialized, ins, outs = pickle.loads(zlib.decompress(data))
+        targets, serialized, ins, outs = pickle.loads(zlib.decompress(data))
+        for target in targets:
+            foreign.restore(target)
         return deserialize_and_load(serialized, ins, outs, devices[0].client, devices)
     except Exception:  # whatever it is: the program can be compiled again, and replaces the file
         return None
@@ -65,7 +71,9 @@ def save_program(file: Path, compiled: jax.stages.Compiled) -> None:
     """Puts the program into `file`, whole or not at all. Warns where that is not possible."""
     part = file.with_name(f"{file.name}.{threading.get_native_id()}")
     try:
-        data = zlib.compress(pickle.dumps(serialize(compiled)), level=1)
+        program = serialize(compiled)
+        targets = foreign.targets_in(program[0]) if find_spec("numba") else []
+        data = zlib.compress(pickle.dumps((targets, *program)), level=1)
         part.write_bytes(digest_of(file, data) + data)
         part.replace(file)
     except (OSError, ValueError, NotImplementedError) as error:
@@ -111,7 +119,8 @@ def source_digest() -> str:
 
 def surroundings(mesh: Mesh) -> str:
     """What else decides: versions, JAX's settings, XLA's flags (they are in its options), and the processor's features."""
-    versions = (platform.python_version(), jax.__version__, jaxlib_version.__version__, np.__version__, flax.__version__)
+    numba = version("numba") if find_spec("numba") else ""
+    versions = (platform.python_version(), jax.__version__, jaxlib_version.__version__, np.__version__, flax.__version__, numba)
     settings = {name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"}
     client = mesh.devices.flat[0].client
     topology = xla_client.get_topology_for_devices(list(mesh.devices.flat)).serialize()

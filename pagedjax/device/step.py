@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pagedjax.config import ModelConfig
-from pagedjax.device.attention import Rows, shared_prefix
+from pagedjax.device.attention import Rows
 from pagedjax.device.blocks import copy_blocks
 from pagedjax.device.sample import Sampled, gather_lanes, sample, score
 from pagedjax.device.sharding import by_vocab, replicated
@@ -70,7 +70,6 @@ def one_pass(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) 
         num_decode=batch.num_decode,
         context_lens=context,
         block_tables=batch.block_tables,
-        shared=shared_prefix(batch.block_tables, context, batch.query_start, block_size=state.kv.shape[4], mesh=spec.mesh),
         mesh=spec.mesh,
     )
     hidden, kv = spec.model.forward(params, tokens, state.kv, rows, spec.cfg)

@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 
 from pallas_kernels.common.layout import check
-from pallas_kernels.common.targets import Chip, chip_for
+from pallas_kernels.common.targets import DEFAULT, Chip, chip_for
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # as the lowering of JAX names them
 
@@ -53,7 +53,7 @@ class Backend:
         if self.platforms and platform not in self.platforms:
             return f"is for {' and '.join(self.platforms)}"
         chip = chip or chip_for(platform)
-        if self.platforms and chip is None:
+        if platform in DEFAULT and self.platforms and chip is None:
             return f"has no code for this {platform} device"
         return self.supports(spec, chip)
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
-from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.reference import reference
@@ -19,6 +18,7 @@ OP = Op(
         kernel(__name__, "mosaic_tpu", ("tpu",), "tiles of queries over blocks that are read ahead"),
         kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
         kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "numba_cpu", ("cpu",), "machine code of its own, which reads blocks where they lie"),
         kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
         Backend("xla", (), "a loop over blocks with an online softmax"),
     ),
@@ -40,7 +40,6 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
-    shared: SharedPrefix | None = None,
     backend: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
@@ -57,22 +56,21 @@ def paged_attention(
     pool = check_pool(kv)
     scales = check_scales(kv_scales, pool, kv.dtype)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
-    check_shared(shared, window)
     check(q.shape[0] >= 1, f"q must hold at least one token; got {q.shape}")
     check_ints("query_start", query_start, (block_tables.shape[0] + 1,))
     check_ints("num_decode", num_decode, (1,))
     layer = check_layer(layer, pool.layers)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
 
-    def in_xla(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
+    def in_xla(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, chip):
         rows = block_tables, context_lens, query_start, num_decode
-        return xla.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, shared=shared, **options)
+        return xla.attend(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, **options)
 
-    def in_kernel(entry, q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared, chip):
+    def in_kernel(entry, q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, chip):
         rows = block_tables, context_lens, query_start, num_decode
         return entry(q, kv, layer, *rows, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
 
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
-    args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, shared
+    args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales
     functions = OP.entries("attend", in_kernel) | {"xla": in_xla}
     return run(OP, functions, spec, args, backend=backend, platform=platform)

@@ -10,7 +10,6 @@ from jax import lax
 from pallas_kernels.common.layout import ceil_div, pad_axis, take
 from pallas_kernels.common.online import attend_span, empty_state, finish, normalized
 from pallas_kernels.common.quantized import compute_dtype
-from pallas_kernels.common.shared import SharedPrefix
 from pallas_kernels.paged_decode.xla import Config, attend_pairs, pairs_per_step
 
 QUERY_TILE = 64  # tokens; 128 is as fast for long rows and 10 % slower for rows of 32 tokens, 32 the other way round
@@ -30,7 +29,6 @@ def attend(
     soft_cap: float | None,
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
-    shared: SharedPrefix | None,
 ) -> jax.Array:
     """f32[T, H, D]; shapes as in the op."""
     tokens, heads, head_width = q.shape
@@ -42,48 +40,32 @@ def attend(
     decodes = jnp.arange(rows) < num_decode[0]
     tiles = jnp.where(decodes, 0, ceil_div(counts, tile))
     ends = jnp.cumsum(tiles)
-    first = jnp.int32(0)  # of the tiles of single rows
-    table, skip, seen = block_tables, jnp.zeros(rows, jnp.int32), jnp.full(tokens + tile, -1, jnp.int32)
-    if shared is not None:
-        table = jnp.concatenate([block_tables, shared.table[None]])
-        skip = jnp.where(shared.member, shared.count * block_size, 0)
-        number = jnp.arange(tokens + tile, dtype=jnp.int32)
-        row = jnp.sum(query_start[1:] <= number[:, None], axis=1, dtype=jnp.int32)
-        seen = jnp.where(row < rows, take(skip, jnp.minimum(row, rows - 1)), 0) - 1
-        first = jnp.where(shared.count > 0, ceil_div(query_start[-1], tile), 0)
     q = pad_axis(pad_axis(q.astype(compute_dtype(kv.dtype)), 2, width), 0, tokens + tile).reshape(
         tokens + tile, kv_heads, group, width
     )
 
     def one(i, state):
-        own = i >= first
-        row = jnp.minimum(jnp.sum(ends <= i - first, dtype=jnp.int32), rows - 1)
-        place = (i - first - take(ends - tiles, row)) * tile  # of this tile's first token among the row's new ones
-        start = jnp.where(own, take(query_start, row) + place, i * tile)
+        row = jnp.minimum(jnp.sum(ends <= i, dtype=jnp.int32), rows - 1)
+        place = (i - take(ends - tiles, row)) * tile  # of this tile's first token among the row's new ones
+        start = take(query_start, row) + place
         count, length = take(counts, row), take(context_lens, row)
         at = place + jnp.arange(tile)
         position = length - count + at
-        last = jnp.where(own, jnp.where(at < count, position, -1), lax.dynamic_slice_in_dim(seen, start, tile))
+        last = jnp.where(at < count, position, -1)
         end = jnp.minimum(position[0] + tile, length)
-        begin = take(skip, row)
-        if window is not None:
-            begin = jnp.maximum(begin, position[0] + 1 - window)
-        if shared is not None:
-            begin = jnp.where(own, begin, 0)
-            end = jnp.where(own, end, shared.count * block_size)
+        begin = jnp.int32(0) if window is None else jnp.maximum(0, position[0] + 1 - window)
         mine = (lax.dynamic_slice_in_dim(x, start, tile).swapaxes(0, 1) for x in (q, *state))
-        ids = take(table, jnp.where(own, row, table.shape[0] - 1))
         part, *old = mine
-        new = normalized(attend_span(tuple(old), part, kv, layer, ids, last, begin, end, **options))
+        new = normalized(attend_span(tuple(old), part, kv, layer, take(block_tables, row), last, begin, end, **options))
         return tuple(lax.dynamic_update_slice_in_dim(x, y.swapaxes(0, 1), start, 0) for x, y in zip(state, new, strict=True))
 
-    state = lax.fori_loop(0, first + ends[-1], one, empty_state((tokens + tile, kv_heads, group), width))
+    state = lax.fori_loop(0, ends[-1], one, empty_state((tokens + tile, kv_heads, group), width))
     short = min(rows, tokens)
     lens = jnp.where(decodes, context_lens, 0)[:short]
     part = tuple(x[:short] for x in state)
     block_bytes = 2 * kv_heads * block_size * width * kv.dtype.itemsize
     config = Config(pairs_per_step(short, block_tables.shape[1], block_bytes), 1)
-    part = normalized(attend_pairs(part, q[:short], kv, layer, block_tables[:short], lens, shared, config=config, **options))
+    part = normalized(attend_pairs(part, q[:short], kv, layer, block_tables[:short], lens, config=config, **options))
     state = tuple(lax.dynamic_update_slice_in_dim(x, y, 0, 0) for x, y in zip(state, part, strict=True))
     out = state[2] if sinks is None else finish(state, sinks.astype(jnp.float32).reshape(kv_heads, group))[0]
     return out[:tokens].reshape(tokens, heads, width)[..., :head_width]

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
-from pallas_kernels.common.shared import SharedPrefix, check_shared
 from pallas_kernels.common.spec import TYPICAL_DECODE, attention_spec
 from pallas_kernels.common.tuning import attention_key, tuned
 from pallas_kernels.paged_decode import xla
@@ -20,6 +19,7 @@ OP = Op(
         kernel(__name__, "mosaic_tpu", ("tpu",), "reads each block once, ahead of the arithmetic"),
         kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
         kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "numba_cpu", ("cpu",), "machine code of its own, which reads blocks where they lie"),
         kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
         Backend("xla", (), "a loop over blocks with an online softmax", candidates=xla.candidates),
     ),
@@ -39,7 +39,6 @@ def paged_decode(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
-    shared: SharedPrefix | None = None,
     return_lse: bool = False,
     backend: str | None = None,
     platform: str | None = None,
@@ -51,30 +50,26 @@ def paged_decode(
     -inf. scale multiplies the f32 scores; window: how many tokens are seen, the last included; soft_cap: scores become
     cap * tanh(score / cap); sinks [H]: one more logit a head that has no value; kv_scales: of a pool of 8 bits, as in
     common/quantized.py. Table entries past a row's length are not read, and slots past it may hold anything, NaN included.
-    shared: `find_shared` of these rows, a hint without which the result is the same: xla reads their blocks once for all members;
-    without a window. backend, platform: as in `dispatch.run`.
+    backend, platform: as in `dispatch.run`.
     """
     q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
     sinks, kv_scales = (None if x is None else jnp.asarray(x) for x in (sinks, kv_scales))
     pool = check_pool(kv)
     scales = check_scales(kv_scales, pool, kv.dtype)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
-    check_shared(shared, window)
     check(q.shape[0] == block_tables.shape[0], f"q must have one token for each of {block_tables.shape[0]} rows; got {q.shape[0]}")
     layer = check_layer(layer, pool.layers)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
 
-    def in_xla(q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
+    def in_xla(q, kv, layer, block_tables, context_lens, sinks, kv_scales, chip):
         config = tuned(OP.name, "xla", chip, attention_key(spec), xla.default_config(spec))
-        return xla.decode(
-            q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, shared=shared, config=config, **options
-        )
+        return xla.decode(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, config=config, **options)
 
-    def in_kernel(entry, q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared, chip):
+    def in_kernel(entry, q, kv, layer, block_tables, context_lens, sinks, kv_scales, chip):
         return entry(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, chip=chip, **options)
 
     spec = attention_spec(q, pool, str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
-    args = q, kv, layer, block_tables, context_lens, sinks, kv_scales, shared
+    args = q, kv, layer, block_tables, context_lens, sinks, kv_scales
     functions = OP.entries("decode", in_kernel) | {"xla": in_xla}
     out, lse = run(OP, functions, spec, args, backend=backend, platform=platform)
     return (out, lse) if return_lse else out

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.layout import MASKED, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
-from pallas_kernels.common.online import State, attend_span, empty_state, finish
+from pallas_kernels.common.online import State, empty_state, finish
 from pallas_kernels.common.quantized import block_scales, compute_dtype
-from pallas_kernels.common.shared import SharedPrefix
 from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.targets import Chip
 
@@ -60,27 +59,18 @@ def decode(
     soft_cap: float | None,
     sinks: jax.Array | None,
     kv_scales: jax.Array | None,
-    shared: SharedPrefix | None,
     config: Config,
 ) -> tuple[jax.Array, jax.Array]:
     """(f32[S, H, D], f32[S, H]); shapes as in the op."""
     wanted, heads, head_width = q.shape
     if wanted == 1:  # with one row XLA:CPU re-lays the whole pool around the gather
         q, block_tables, context_lens = pad_axis(q, 0, 2), pad_axis(block_tables, 0, 2), pad_axis(context_lens, 0, 2)
-        shared = None
     kv_heads, block_size, width = kv.shape[3:]
     rows, group = q.shape[0], heads // kv_heads
     q = pad_axis(q.astype(compute_dtype(kv.dtype)), 2, width).reshape(rows, kv_heads, group, width)
     state = empty_state((rows, kv_heads, group), width)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "kv_scales": kv_scales}
-    if shared is not None:
-        end = shared.count * block_size
-        turned = jax.tree.map(lambda x: x.swapaxes(0, 1), state)
-        turned = attend_span(
-            turned, q.swapaxes(0, 1), kv, layer, shared.table, jnp.where(shared.member, end - 1, -1), 0, end, **options
-        )
-        state = jax.tree.map(lambda x: x.swapaxes(0, 1), turned)
-    state = attend_pairs(state, q, kv, layer, block_tables, context_lens, shared, config=config, **options)
+    state = attend_pairs(state, q, kv, layer, block_tables, context_lens, config=config, **options)
     out, lse = finish(state, None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group))
     return out.reshape(rows, heads, width)[:wanted, :, :head_width], lse.reshape(rows, heads)[:wanted]
 
@@ -92,7 +82,6 @@ def attend_pairs(
     layer: jax.Array,
     block_tables: jax.Array,
     context_lens: jax.Array,
-    shared: SharedPrefix | None,
     *,
     scale: float,
     window: int | None,
@@ -100,16 +89,14 @@ def attend_pairs(
     kv_scales: jax.Array | None,
     config: Config,
 ) -> State:
-    """The state [S, K, G] of queries q [S, K, G, D'] after all blocks of each row, without those it shares. Rows of length 0 stay
-    as they are. Reads each block once, and writes and reads a copy of it."""
+    """The state [S, K, G] of queries q [S, K, G, D'] after all blocks of each row. Rows of length 0 stay as they are. Reads
+    each block once, and writes and reads a copy of it."""
     blocks, _, kv_heads, block_size, width = kv.shape[1:]
     rows = q.shape[0]
     few = min(config.pairs, rows * block_tables.shape[1])
     many = few * config.long
     flat = flat_blocks(kv)
     begin = jnp.zeros_like(context_lens) if window is None else jnp.maximum(context_lens - window, 0)
-    if shared is not None:
-        begin = jnp.where(shared.member[:rows], shared.count * block_size, begin)
     total, work = work_list(context_lens, begin, block_tables, many, block_size)
 
     def step(first, pairs, carry):

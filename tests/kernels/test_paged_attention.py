@@ -5,14 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import find_shared, paged_attention
+from pallas_kernels import paged_attention
 from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.testing import make_context, share, tolerance
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.cases import CASES, Case
 
+BACKENDS = ("xla", "numba_cpu")  # those for CPU
 
-def run(case: Case, groups=None):
+
+def run(case: Case, groups=None, backend=None):
+    """(the op's out, the reference's, the pool). groups: rows that share so many first blocks (`share`)."""
     rng = np.random.default_rng(len(case.name))
     context = make_context(
         rng,
@@ -38,17 +41,21 @@ def run(case: Case, groups=None):
 
     @jax.jit
     def op(q, kv, layer, tables, lens, query_start, num_decode):
-        shared = None if groups is None else find_shared(tables, lens, query_start[1:] - query_start[:-1], case.block_size)
-        return paged_attention(q, kv, layer, tables, lens, query_start, num_decode, shared=shared, **options)
+        return paged_attention(q, kv, layer, tables, lens, query_start, num_decode, backend=backend, **options)
 
     num_decode = np.array([case.num_decode], np.int32)
     out = op(q, context.kv, jnp.int32(1), context.block_tables, context.context_lens, query_start, num_decode)
     return out, reference(q, context.kv, 1, context.block_tables, context.context_lens, query_start, **options), context
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_agrees_with_float64(case):
-    out, want, context = run(case)
+def test_agrees_with_float64(case, backend):
+    if backend == "numba_cpu" and case.dtype not in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match=f"takes pools of float32 and bfloat16, not {case.dtype}"):
+            run(case, backend=backend)
+        return
+    out, want, context = run(case, backend=backend)
     assert out.dtype == jnp.float32 and out.shape == want.shape
     np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(context))
     owned = sum(n for _, n in case.rows)
@@ -69,7 +76,7 @@ SHARED = {
 
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "sinks": True}, {"dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("name", SHARED)
-def test_shared_blocks_are_read_once_and_rows_go_on_from_there(name, options):
+def test_rows_that_begin_with_the_same_blocks(name, options):
     case = Case(name, ROWS, 400, num_decode=3, width=16, **options)
-    out, want, context = run(case, SHARED[name])
+    out, want, context = run(case, SHARED[name], "numba_cpu")
     np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(context))

@@ -5,15 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import find_shared, paged_decode
+from pallas_kernels import paged_decode
 from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.testing import make_context, share, tolerance
 from pallas_kernels.paged_decode import reference
 from pallas_kernels.paged_decode.cases import CASES, Case
 
+BACKENDS = ("xla", "numba_cpu")  # those for CPU
 
-def run(case: Case, groups=None):
-    """(the op's out and lse, the reference's, the pool). groups: rows that share so many first blocks (`share`); the op is told."""
+
+def run(case: Case, groups=None, backend=None):
+    """(the op's out and lse, the reference's, the pool). groups: rows that share so many first blocks (`share`)."""
     rng = np.random.default_rng(len(case.name))
     context = make_context(
         rng,
@@ -38,16 +40,20 @@ def run(case: Case, groups=None):
 
     @jax.jit
     def op(q, kv, layer, tables, lens):
-        shared = None if groups is None else find_shared(tables, lens, jnp.minimum(lens, 1), case.block_size)
-        return paged_decode(q, kv, layer, tables, lens, return_lse=True, shared=shared, **options)
+        return paged_decode(q, kv, layer, tables, lens, return_lse=True, backend=backend, **options)
 
     got = op(q, context.kv, jnp.int32(1), context.block_tables, context.context_lens)
     return got, reference(q, context.kv, 1, context.block_tables, context.context_lens, **options), context
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_agrees_with_float64(case):
-    (out, lse), (want, want_lse), context = run(case)
+def test_agrees_with_float64(case, backend):
+    if backend == "numba_cpu" and case.dtype not in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match=f"takes pools of float32 and bfloat16, not {case.dtype}"):
+            run(case, backend=backend)
+        return
+    (out, lse), (want, want_lse), context = run(case, backend=backend)
     assert out.dtype == jnp.float32 and lse.dtype == jnp.float32
     near = tolerance(context)
     np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=near)
@@ -69,23 +75,23 @@ SHARED = {  # lengths of rows, and which of them begin with the same how many bl
 
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0, "sinks": True}, {"dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("name", SHARED)
-def test_shared_blocks_are_read_once_and_rows_go_on_from_there(name, options):
+def test_rows_that_begin_with_the_same_blocks(name, options):
     lens, groups = SHARED[name]
-    (out, lse), (want, want_lse), context = run(Case(name, lens, **options), groups)
+    (out, lse), (want, want_lse), context = run(Case(name, lens, **options), groups, "numba_cpu")
     near = tolerance(context)
     np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=near)
     np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=1e-5, atol=1e-4)
 
 
-def test_members_do_not_read_the_shared_blocks_of_their_own_tables():
-    """The control of the test above: what is shared is read by the table of the prefix, and by nobody else's."""
+def test_only_blocks_that_are_the_same_are_shared():
+    """The control of the test above: rows with the same first block and others behind it read their own."""
     rng = np.random.default_rng(0)
     context = make_context(rng, (70, 49, 81, 65), kv_heads=2, block_size=16, width=8)
     q = rng.standard_normal((4, 4, 8)).astype(np.float32)
-    context.block_tables[:, :3] = context.block_tables[0, :3]
-    shared = find_shared(jnp.asarray(context.block_tables), jnp.asarray(context.context_lens), jnp.ones(4, jnp.int32), 16)
-    call = lambda tables: paged_decode(q, context.kv, 1, tables, context.context_lens, scale=0.3, shared=shared)
+    context.block_tables[:, 0] = context.block_tables[0, 0]
+    call = lambda tables: np.asarray(paged_decode(q, context.kv, 1, tables, context.context_lens, scale=0.3, backend="numba_cpu"))
     broken = context.block_tables.copy()
-    broken[:, :3] = 0  # NaN
-    np.testing.assert_array_equal(call(broken), call(context.block_tables))
-    assert np.isfinite(np.asarray(call(broken))).all()
+    broken[2, 1] = 0  # NaN
+    got = call(broken)
+    assert np.isnan(got[2]).all()
+    np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(call(context.block_tables), 2, 0))

@@ -1,0 +1,259 @@
+"""Flash attention over the blocks where they lie, in Python that Numba compiles.
+
+Dao et al. 2022, FlashAttention (arXiv 2205.14135), with the online softmax of Milakov and Gimelshein 2018 (arXiv 1805.02867). An
+item is one kv head of a tile of a row's queries, or of some rows of one token each that begin with the same blocks: these are read
+once for all of them, as in Juravsky et al. 2024, Hydragen (arXiv 2402.05099).
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+
+import numba
+import numpy as np
+
+from pallas_kernels.common.numba_ffi import argument, array, prefetch, result, take
+
+TILE = 48  # queries: tokens times heads that share a kv head
+TOGETHER = 8  # rows of one token each that begin with the same block, and read what they share once
+CHUNK = 4  # tokens of context whose products are made at a time
+MATH = {"reassoc", "contract", "nsz", "arcp"}
+LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
+
+
+@numba.njit(fastmath=MATH)
+def exp(x):
+    """e^x of x <= 0, f32, to 2 units in the last place: 2^n times a Taylor polynomial of at most ln(2) / 2 either side of 0."""
+    x = np.float32(-87) if x < np.float32(-87) else x
+    n = np.floor(x * LOG2E + np.float32(0.5))
+    x = x - n * LN2_HIGH - n * LN2_LOW
+    y = np.float32(1 / 5040)
+    y = y * x + np.float32(1 / 720)
+    y = y * x + np.float32(1 / 120)
+    y = y * x + np.float32(1 / 24)
+    y = y * x + np.float32(1 / 6)
+    y = y * x + np.float32(1 / 2)
+    y = y * x * x + x + np.float32(1)
+    return y * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@numba.njit(fastmath=MATH | {"nnan"})
+def largest(values, first, last, top):
+    for p in range(first, last):
+        top = values[p] if values[p] > top else top
+    return top
+
+
+@numba.njit
+def rows_and_tiles(starts, tables, first, rows, group, windowed):
+    """How many rows from `first` on go together, and how many tiles of queries they are."""
+    count = np.int64(starts[first + 1]) - starts[first]
+    if count != 1 or windowed:
+        return 1, (count * group + TILE - 1) // TILE
+    most = max(1, min(TOGETHER, TILE // group, rows - first))
+    size = 1
+    while size < most and starts[first + size + 1] - starts[first + size] == 1 and tables[first + size, 0] == tables[first, 0]:
+        size += 1
+    return size, (size * group + TILE - 1) // TILE
+
+
+@numba.njit
+def item_count(frame):
+    group = argument(frame, 0)[1][1] // argument(frame, 1)[1][3]
+    ints = array(argument(frame, 2)[0], (2,), np.int32)
+    address, dims = argument(frame, 4)
+    tables = array(address, (dims[0], dims[1]), np.int32)
+    starts = array(argument(frame, 6)[0], (dims[0] + 1,), np.int32)
+    row, items = 0, 0
+    while row < dims[0]:
+        size, tiles = rows_and_tiles(starts, tables, row, dims[0], group, ints[1] > 0)
+        row += size
+        items += tiles
+    return items * argument(frame, 1)[1][3] + 1  # the last one is what belongs to no row
+
+
+def make_kernel(width: int, stored: int, block_size: int, wide: bool):
+    """For heads of `width` in a pool of bf16 (or `wide`: f32) whose heads have a width of `stored`."""
+    dtype, token_bytes = (np.float32, 4 * stored) if wide else (np.uint16, 2 * stored)
+    zero, one, lowest, masked = np.float32(0), np.float32(1), np.float32(-1e29), np.float32(-1e30)
+
+    # Loops begin at 0: Numba lets indices count from the end, which costs a test where it does not see that they are not negative.
+    @numba.njit
+    def load(part, tokens, ahead):
+        """The first tokens as f32, and zeros where there are fewer. Prefetches as many from an address on."""
+        for line in range(0, CHUNK * token_bytes, 64):
+            prefetch(ahead + line)
+        for j in range(CHUNK):
+            if j < tokens.shape[0]:
+                for d in range(width):
+                    if wide:
+                        part[j, d] = tokens[j, d]
+                    else:
+                        part[j, d] = np.uint32(np.uint32(tokens[j, d]) << np.uint32(16)).view(np.float32)
+            else:
+                for d in range(width):
+                    part[j, d] = zero
+
+    @numba.njit(fastmath=MATH)
+    def score(scores, queries, part, at):
+        """Products of the queries with four tokens."""
+        for r in range(queries.shape[0]):
+            a, b, c, e = zero, zero, zero, zero
+            for d in range(width):
+                x = queries[r, d]
+                a += x * part[0, d]
+                b += x * part[1, d]
+                c += x * part[2, d]
+                e += x * part[3, d]
+            scores[r, at], scores[r, at + 1], scores[r, at + 2], scores[r, at + 3] = a, b, c, e
+
+    @numba.njit(fastmath=MATH)
+    def add_weighted(sums, weights, part, at):
+        """Adds four tokens."""
+        for r in range(sums.shape[0]):
+            a, b, c, e = weights[r, at], weights[r, at + 1], weights[r, at + 2], weights[r, at + 3]
+            for d in range(width):
+                sums[r, d] += a * part[0, d] + b * part[1, d] + c * part[2, d] + e * part[3, d]
+
+    @numba.njit(fastmath=MATH)
+    def cap(values, count, soft_cap):
+        """As in Gemma 2 (arXiv 2408.00118)."""
+        for p in range(count):
+            t = exp(np.float32(-2) * abs(values[p] / soft_cap))
+            y = soft_cap * (one - t) / (one + t)
+            values[p] = y if values[p] > zero else -y
+
+    @numba.njit(fastmath=MATH)
+    def weigh(values, first, last, count, top):
+        """`count` scores into weights, which are 0 but from `first` to `last`; their sum."""
+        for p in range(count):
+            values[p] = values[p] if first <= p < last else masked
+        total = zero
+        for p in range(count):
+            x = exp(values[p] - top)
+            values[p] = x
+            total += x
+        return total
+
+    @numba.njit(fastmath=MATH)
+    def attend(kv, pool, base, k, table, begin, end, places, window, soft_cap, queries, scores, top, total, sums, part):
+        """Queries to the tokens `begin` to `end` of a table's row; each sees those up to its place."""
+        kv_heads = kv.shape[2]
+        for b in range(begin // block_size, (end + block_size - 1) // block_size):
+            block, following = base + table[b], base + table[min(b + 1, table.shape[0] - 1)]
+            low, high = max(begin - b * block_size, 0), min(block_size, end - b * block_size)
+            keys, values = kv[block, 0, k, low:high], kv[block, 1, k, low:high]
+            chunks = (high - low + CHUNK - 1) // CHUNK
+            ahead = pool + (((2 * block + 1) * kv_heads + k) * block_size + low) * token_bytes
+            for c in range(chunks):
+                load(part, keys[c * CHUNK :], ahead + c * CHUNK * token_bytes)
+                score(scores, queries, part, c * CHUNK)
+            for r in range(queries.shape[0]):
+                place = places[r] - b * block_size - low
+                first = max(0, place + 1 - window) if window > 0 else 0
+                last = min(high - low, place + 1)
+                if soft_cap > zero:
+                    cap(scores[r], chunks * CHUNK, soft_cap)
+                new = largest(scores[r], first, last, top[r])
+                keep = exp(top[r] - new)
+                top[r] = new
+                total[r] = total[r] * keep + weigh(scores[r], first, last, chunks * CHUNK, new)
+                for d in range(width):
+                    sums[r, d] *= keep
+            ahead = pool + (2 * following * kv_heads + k) * block_size * token_bytes
+            for c in range(chunks):
+                load(part, values[c * CHUNK :], ahead + c * CHUNK * token_bytes)
+                add_weighted(sums, scores, part, c * CHUNK)
+
+    @numba.njit(fastmath=MATH)
+    def kernel(frame, job):
+        address, dims = argument(frame, 0)
+        tokens, heads = dims[0], dims[1]
+        q = array(address, (tokens, heads, width), np.float32)
+        pool, dims = argument(frame, 1)
+        blocks, kv_heads = dims[1], dims[3]
+        kv = array(pool, (dims[0] * blocks, 2, kv_heads, block_size, stored), dtype)
+        ints = array(argument(frame, 2)[0], (2,), np.int32)
+        floats = array(argument(frame, 3)[0], (2,), np.float32)
+        address, dims = argument(frame, 4)
+        rows = dims[0]
+        tables = array(address, (rows, dims[1]), np.int32)
+        lens = array(argument(frame, 5)[0], (rows,), np.int32)
+        starts = array(argument(frame, 6)[0], (rows + 1,), np.int32)
+        sinks = array(argument(frame, 7)[0], (heads,), np.float32)
+        out = array(result(frame, 0)[0], (tokens, heads, width), np.float32)
+        lse = array(result(frame, 1)[0], (tokens, heads), np.float32)
+
+        base, window = np.int64(ints[0]) * blocks, np.int64(ints[1])
+        scale, soft_cap = floats[0], floats[1]
+        group = heads // kv_heads
+        queries, sums = np.empty((TILE, width), np.float32), np.empty((TILE, width), np.float32)
+        scores = np.empty((TILE, block_size + CHUNK), np.float32)
+        top, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+        places = np.empty(TILE, np.int64)
+        part = np.empty((CHUNK, width), np.float32)
+
+        row, size, tiles, before = 0, 0, 0, 0  # rows that go together, and items of those before them
+        while True:
+            item = take(job)
+            if item < 0:
+                break
+            while item >= before + tiles * kv_heads:
+                before += tiles * kv_heads
+                row += size
+                if row == rows:
+                    break
+                size, tiles = rows_and_tiles(starts, tables, row, rows, group, window > 0)
+            if row == rows:
+                for t in range(starts[rows], tokens):
+                    for h in range(heads):
+                        lse[t, h] = -np.inf
+                        for d in range(width):
+                            out[t, h, d] = zero
+                break
+
+            k, tile = (item - before) % kv_heads, (item - before) // kv_heads
+            start = np.int64(starts[row])
+            count = np.int64(starts[row + size]) - start  # tokens of the rows
+            n = min(TILE, count * group - tile * TILE)
+            for r in range(n):
+                t, g = (tile * TILE + r) // group, (tile * TILE + r) % group
+                places[r] = lens[row + t] - 1 if size > 1 else lens[row] - count + t
+                top[r], total[r] = lowest, zero
+                for d in range(width):
+                    queries[r, d] = q[start + t, k * group + g, d] * scale
+                    sums[r, d] = zero
+
+            shared = 0  # blocks that all rows begin with
+            if size > 1:
+                shared = (np.int64(lens[row]) - 1) // block_size
+                for s in range(row + 1, row + size):
+                    shared = min(shared, (np.int64(lens[s]) - 1) // block_size)
+                    for b in range(shared):
+                        if tables[s, b] != tables[row, b]:
+                            shared = b
+                            break
+            begin = max(0, places[0] + 1 - window) if window > 0 else 0
+            # The shared blocks for all queries, then what is left, row by row.
+            for i in range(-1, size):
+                s = max(i, 0)
+                first, last = (0, n) if i < 0 or size == 1 else (s * group, (s + 1) * group)
+                since, until = (begin, shared * block_size) if i < 0 else (max(begin, shared * block_size), places[last - 1] + 1)
+                attend(
+                    kv, pool, base, k, tables[row + s], since, until, places[first:last], window, soft_cap,
+                    queries[first:last], scores[first:last], top[first:last], total[first:last], sums[first:last], part,
+                )  # fmt: skip
+
+            for r in range(n):
+                t, h = start + (tile * TILE + r) // group, k * group + (tile * TILE + r) % group
+                if total[r] == zero:
+                    lse[t, h] = -np.inf
+                    for d in range(width):
+                        out[t, h, d] = zero
+                    continue
+                new = max(top[r], sinks[h])
+                keep = exp(top[r] - new)
+                whole = total[r] * keep + exp(sinks[h] - new)
+                lse[t, h] = new + np.log(whole)
+                for d in range(width):
+                    out[t, h, d] = sums[r, d] * keep / whole
+
+    return kernel

@@ -1,0 +1,233 @@
+"""Kernels for CPU in Python that Numba compiles, and how XLA calls them: by its foreign function interface, on its own threads.
+
+A kernel is a function (frame, job) -> None: it takes item after item of the call by `take(job)` until that gives -1, and finds the
+arrays by `argument` and `result`. Several threads run it at once. What is read here of the structures of XLA's C interface
+(xla/ffi/api/c_api.h, in jaxlib's include folder) has been there in the same places since JAX 0.5.
+"""
+
+# What Numba and its decorators make of a function is not what its signature says.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.extending import intrinsic
+
+WORD = types.intp
+# Places in the call frame, in words of 8 bytes, and of what it leads to.
+EXTENSION, API, CONTEXT, ARGS, RETS = 1, 2, 3, 9, 14
+BUFFER_DATA, BUFFER_DIMS = 3, 5
+SCHEDULE, NUM_THREADS = 17, 18  # of the table of functions
+METADATA, VERSION = 3, 3  # of the extension that asks for the version, and of what is to be filled in
+MAJOR, MINOR = 0, 1  # the version that these places are of
+# A call that several threads work on, in words of memory that the last of them frees: the next item, threads inside the kernel,
+# threads that may still look here, how many items there are, and the call frame.
+NEXT, INSIDE, HOLDERS, ITEMS, FRAME, JOB_WORDS = 0, 1, 2, 3, 4, 5
+
+_malloc = types.ExternalFunction("malloc", WORD(WORD))
+_free = types.ExternalFunction("free", types.void(WORD))
+_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@intrinsic
+def _pointer(typingctx, address, dtype):
+    """The address as a pointer to elements of a dtype."""
+    kind = types.CPointer(dtype.dtype)
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(kind))
+
+    return kind(types.intp, dtype), generate
+
+
+@intrinsic
+def _add(typingctx, address, amount):
+    """Adds to a word that other threads change, too; what it was before."""
+
+    def generate(context, builder, signature, args):
+        place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, args[1], "seq_cst")
+
+    return types.intp(types.intp, types.intp), generate
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Has the cache line at an address come nearer; no matter what is there."""
+
+    def generate(context, builder, signature, args):
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [builder.inttoptr(args[0], byte), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@intrinsic
+def _call(typingctx, function, argument):
+    """Calls a C function of one pointer at an address."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)])
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+
+    return types.intp(types.intp, types.intp), generate
+
+
+def _address_of(name: str) -> Any:
+    """A function that gives the address of the C function of this name."""
+
+    @intrinsic
+    def address(typingctx):
+        def generate(context, builder, signature, args):
+            kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)])
+            return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, kind, name), ir.IntType(64))
+
+        return types.intp(), generate
+
+    return address
+
+
+@numba.njit
+def words(address, count):
+    return numba.carray(_pointer(address, np.int64), count)
+
+
+@numba.njit
+def _word(address, place):
+    return numba.carray(_pointer(address, np.int64), place + 1)[place]
+
+
+@numba.njit
+def argument(frame, index):
+    """(address of the data, dims) of an argument."""
+    buffer = _word(_word(frame, ARGS), index)
+    return _word(buffer, BUFFER_DATA), words(_word(buffer, BUFFER_DIMS), 8)
+
+
+@numba.njit
+def result(frame, index):
+    """As `argument`, of a result."""
+    buffer = _word(_word(frame, RETS), index)
+    return _word(buffer, BUFFER_DATA), words(_word(buffer, BUFFER_DIMS), 8)
+
+
+@numba.njit
+def array(address, shape, dtype):
+    return numba.carray(_pointer(address, dtype), shape)
+
+
+@numba.njit
+def take(job):
+    """The next item, or -1."""
+    item = _add(job + 8 * NEXT, 1)
+    return item if item < _word(job, ITEMS) else -1
+
+
+@numba.njit
+def _let_go(job):
+    if _add(job + 8 * HOLDERS, -1) == 1:
+        _free(job)
+
+
+@numba.njit
+def _threads(frame):
+    """How many threads XLA has for the call."""
+    block = _malloc(8 * 5)
+    request = words(block, 5)
+    request[0], request[1], request[2], request[3] = 32, 0, _word(frame, CONTEXT), block + 32
+    request[4] = 1
+    _call(_word(_word(frame, API), NUM_THREADS), block)
+    count = request[4]
+    _free(block)
+    return count
+
+
+@numba.njit
+def _schedule(frame, task, data):
+    """Has a thread of XLA call the C function at `task` with `data`, some time."""
+    block = _malloc(8 * 5)
+    request = words(block, 5)
+    request[0], request[1], request[2], request[3], request[4] = 40, 0, _word(frame, CONTEXT), task, data
+    _call(_word(_word(frame, API), SCHEDULE), block)
+    _free(block)
+
+
+@numba.njit
+def _answer_version(extension):
+    version = _word(extension, METADATA) + 8
+    numbers = numba.carray(_pointer(version + 16, np.int32), 2)
+    numbers[0], numbers[1] = MAJOR, MINOR
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a kernel is made from, so that another process can make it: functions of a module, by name.
+
+    count(frame) is how many items a call has; make(*args) gives the kernel."""
+
+    module: str
+    count: str
+    make: str
+    args: tuple[int | bool, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What XLA calls by a name. Each is the name of a function in machine code for this processor, and that code."""
+
+    name: str
+    joining: tuple[str, Any]  # what XLA's other threads call, to take part
+    calling: tuple[str, Any]  # what XLA calls
+
+
+def joining_symbol(name: str) -> str:
+    return f"{name}_join"
+
+
+def compile_target(name: str, recipe: Recipe) -> Target:
+    """Compiles a kernel; takes seconds."""
+    module = importlib.import_module(recipe.module)
+    count, kernel = getattr(module, recipe.count), getattr(module, recipe.make)(*recipe.args)
+    address_of_join = _address_of(joining_symbol(name))
+
+    @numba.cfunc(WORD(WORD))
+    def join(job):
+        _add(job + 8 * INSIDE, 1)
+        if _add(job + 8 * NEXT, 0) < _word(job, ITEMS):  # else the frame may be gone
+            kernel(_word(job, FRAME), job)
+        _add(job + 8 * INSIDE, -1)
+        _let_go(job)
+        return 0
+
+    llvm.add_symbol(joining_symbol(name), join.address)
+
+    @numba.cfunc(WORD(WORD))
+    def call(frame):
+        if _word(frame, EXTENSION) != 0:
+            _answer_version(_word(frame, EXTENSION))
+            return 0
+        items = count(frame)
+        threads = max(1, min(_threads(frame), items))
+        job = _malloc(8 * JOB_WORDS)
+        held = words(job, JOB_WORDS)
+        held[NEXT], held[INSIDE], held[HOLDERS], held[ITEMS], held[FRAME] = 0, 0, threads, items, frame
+        for _ in range(threads - 1):
+            _schedule(frame, address_of_join(), job)
+        kernel(frame, job)
+        while _add(job + 8 * INSIDE, 0) > 0:
+            _yield()
+        _let_go(job)
+        return 0
+
+    codes = ((function._wrapper_name, function._library.serialize_using_object_code()) for function in (join, call))
+    return Target(name, *codes)

@@ -1,0 +1,78 @@
+"""Kernels that Numba compiles, as what XLA calls by a name: compiled apart, or by an earlier process."""
+
+import ctypes
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import llvmlite.binding as llvm
+from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
+
+from pallas_kernels.common.numba_ffi import Recipe, Target, compile_target, joining_symbol
+
+# The package without its own imports: JAX takes seconds, and kernels for Numba do not need it.
+CHILD = """
+import pickle, sys, types
+sys.path[:] = sys.argv[2:]
+package = types.ModuleType("pallas_kernels")
+package.__path__ = [sys.argv[1]]
+sys.modules["pallas_kernels"] = package
+from pallas_kernels.common.numba_ffi import compile_target
+pickle.dump(compile_target(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer)
+"""
+
+_targets: dict[str, Target] = {}
+_code: list[Any] = []  # of the targets; it must not go
+_lock = threading.Lock()
+
+
+def ensure(name: str, recipe: Recipe) -> None:
+    """XLA can call the kernel by this name from then on; the first time it is compiled, which takes seconds."""
+    with _lock:
+        if name not in _targets:
+            _register(compile_apart(name, recipe) or compile_target(name, recipe))
+
+
+def compile_apart(name: str, recipe: Recipe) -> Target | None:
+    """What compile_target gives, by a process of its own: Numba and LLVM keep some hundred MiB of what they used. None where no
+    such process can do it, as in a program that is no Python."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(Path(__file__).parents[1]), *sys.path],
+        input=pickle.dumps((name, recipe)),
+        capture_output=True,
+        check=False,
+    )
+    return pickle.loads(done.stdout) if done.returncode == 0 else None
+
+
+def restore(target: Target) -> None:
+    """As `ensure`, with what another process compiled on the same kind of processor with the same Numba."""
+    with _lock:
+        if target.name not in _targets:
+            _register(target)
+
+
+def targets_in(program: bytes) -> list[Target]:
+    """Those of the targets so far that a serialized program calls."""
+    return [target for name, target in _targets.items() if name.encode() in program]
+
+
+def _register(target: Target) -> None:
+    rtsys.initialize(cpu_target.target_context)
+    llvm.add_symbol(joining_symbol(target.name), _load(target.joining))
+    address = ctypes.c_void_p(_load(target.calling))
+    jax.ffi.register_ffi_target(target.name, jax.ffi.pycapsule(address), platform="cpu")
+    _targets[target.name] = target
+
+
+def _load(function: tuple[str, Any]) -> int:
+    """The address of a function that Numba compiled."""
+    entry, code = function
+    context: Any = cpu_target.target_context
+    _code.append(context.codegen().unserialize_library(code))
+    return _code[-1].get_pointer_to_function(entry)

@@ -1,0 +1,94 @@
+"""Kernels that Numba compiles: XLA's threads share a call, and another process loads what was compiled."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numba
+import numpy as np
+import pytest
+
+from pallas_kernels.common import numba_ffi, numba_targets
+from pallas_kernels.common.numba_ffi import Recipe
+from pallas_kernels.common.spec import TYPICAL_DECODE
+from pallas_kernels.paged_attention import numba_cpu
+
+RECIPE = Recipe(__name__, "count_items", "make_square", ())
+COUNT = 1000
+
+
+@numba.njit
+def count_items(frame):
+    return numba_ffi.argument(frame, 0)[1][0]
+
+
+def make_square():
+    @numba.njit
+    def square(frame, job):
+        address, dims = numba_ffi.argument(frame, 0)
+        x = numba_ffi.array(address, (dims[0],), np.float32)
+        out = numba_ffi.array(numba_ffi.result(frame, 0)[0], (dims[0], 2), np.float32)
+        turn = 0
+        while True:
+            item = numba_ffi.take(job)
+            if item < 0:
+                break
+            turn += 1
+            out[item, 0], out[item, 1] = x[item] * x[item], turn
+
+    return square
+
+
+def call(x: jax.Array) -> jax.Array:
+    return jax.ffi.ffi_call("test_square", jax.ShapeDtypeStruct((*x.shape, 2), jnp.float32))(x)
+
+
+def test_each_item_is_done_once_by_some_thread():
+    numba_targets.ensure("test_square", RECIPE)
+    x = np.arange(COUNT, dtype=np.float32)
+    for _ in range(50):
+        squares, turns = np.asarray(jax.jit(call)(x)).T
+        np.testing.assert_array_equal(squares, x * x)
+        # Each thread counts the items it takes from 1 on, so that each number comes at most as often as the one before.
+        held = np.bincount(turns.astype(int))[1:]
+        assert held.sum() == COUNT and (np.diff(held) <= 0).all()
+    assert np.asarray(jax.jit(call)(np.zeros(0, np.float32))).shape == (0, 2)
+
+
+def test_another_process_loads_what_was_compiled(tmp_path: Path):
+    numba_targets.ensure("test_square", RECIPE)
+    program = jax.jit(call).lower(jax.ShapeDtypeStruct((COUNT,), jnp.float32)).as_text().encode()
+    targets = numba_targets.targets_in(program)
+    assert [target.name for target in targets] == ["test_square"] and numba_targets.targets_in(b"") == []
+    (tmp_path / "targets").write_bytes(pickle.dumps(targets))
+    script = f"""
+import pickle, sys
+import jax, jax.numpy as jnp, numpy as np
+from numba.core import event
+from pallas_kernels.common.numba_targets import restore
+with event.install_recorder("numba:compile") as compilations:
+    for target in pickle.load(open({str(tmp_path / "targets")!r}, "rb")):
+        restore(target)
+        restore(target)
+    x = jnp.arange({COUNT}, dtype=jnp.float32)
+    out = jax.ffi.ffi_call("test_square", jax.ShapeDtypeStruct((*x.shape, 2), jnp.float32))(x)
+np.testing.assert_array_equal(out[:, 0], x * x)
+assert not compilations.buffer
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+
+
+def test_a_process_of_its_own_compiles_what_it_can_import():
+    attention = Recipe(numba_cpu.KERNEL, "item_count", "make_kernel", (8, 8, 4, True))
+    target = numba_targets.compile_apart("test_attention", attention)
+    assert target is not None and target.name == "test_attention"
+    assert numba_targets.compile_apart("test_square", Recipe("no.such.module", "", "", ())) is None
+
+
+def test_without_numba_the_call_is_refused(monkeypatch: pytest.MonkeyPatch):
+    assert numba_cpu.supports(TYPICAL_DECODE, None) is None
+    monkeypatch.setattr(numba_cpu.importlib.util, "find_spec", lambda name: None)
+    assert numba_cpu.supports(TYPICAL_DECODE, None) == "needs Numba, which is not installed"
