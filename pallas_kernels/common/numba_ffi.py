@@ -186,8 +186,8 @@ class Target:
     """What XLA calls by a name. Each is the name of a function in machine code for this processor, and that code."""
 
     name: str
-    joining: tuple[str, Any]  # what XLA's other threads call, to take part
-    calling: tuple[str, Any]  # what XLA calls
+    joining: tuple[str, bytes]  # what XLA's other threads call, to take part
+    calling: tuple[str, bytes]  # what XLA calls
 
 
 def joining_symbol(name: str) -> str:
@@ -229,5 +229,4 @@ def compile_target(name: str, recipe: Recipe) -> Target:
         _let_go(job)
         return 0
 
-    codes = ((function._wrapper_name, function._library.serialize_using_object_code()) for function in (join, call))
-    return Target(name, *codes)
+    return Target(name, *((f._wrapper_name, f._library.serialize_using_object_code()[2][0]) for f in (join, call)))

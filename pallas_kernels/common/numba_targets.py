@@ -70,9 +70,12 @@ def _register(target: Target) -> None:
     _targets[target.name] = target
 
 
-def _load(function: tuple[str, Any]) -> int:
-    """The address of a function that Numba compiled."""
+def _load(function: tuple[str, bytes]) -> int:
+    """The address of a function that Numba compiled. Each gets a linker of its own: the kernels of two targets may have one name,
+    and a linker that knew both would take the first."""
     entry, code = function
-    context: Any = cpu_target.target_context
-    _code.append(context.codegen().unserialize_library(code))
-    return _code[-1].get_pointer_to_function(entry)
+    linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
+    linker.add_object_file(llvm.ObjectFileRef.from_data(code))
+    linker.finalize_object()
+    _code.append(linker)
+    return linker.get_function_address(entry)

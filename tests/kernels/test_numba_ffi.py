@@ -11,6 +11,7 @@ import numba
 import numpy as np
 import pytest
 
+from pallas_kernels import paged_decode
 from pallas_kernels.common import numba_ffi, numba_targets
 from pallas_kernels.common.numba_ffi import Recipe
 from pallas_kernels.common.spec import TYPICAL_DECODE
@@ -79,6 +80,37 @@ np.testing.assert_array_equal(out[:, 0], x * x)
 assert not compilations.buffer
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+
+
+def test_targets_whose_functions_have_one_name_are_kept_apart(monkeypatch: pytest.MonkeyPatch):
+    """Two processes begin to count, for the names that they give, at the same number; the order of flags in a name is by chance."""
+    sizes = ((8, 8, 4), (16, 16, 4))
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        made = [
+            numba_targets.compile_apart(f"test_{a[0]}", Recipe(numba_cpu.KERNEL, "item_count", "make_kernel", (*a, True)))
+            for a in sizes
+        ]
+    assert made[0] is not None and made[1] is not None and made[0].calling[0] == made[1].calling[0], "the case at hand"
+    for target in made:
+        assert target is not None
+        numba_targets.restore(target)
+    rng = np.random.default_rng(0)
+    for target, (width, _, block_size) in zip(made, sizes, strict=True):
+        assert target is not None
+        kv = rng.standard_normal((1, 5, 2, 1, block_size, width)).astype(np.float32)
+        q = rng.standard_normal((1, 1, width)).astype(np.float32)
+        rows = np.array([[3, 1]], np.int32), np.array([6], np.int32)
+        shapes = jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        more = (
+            np.array([0, 0], np.int32),
+            np.array([0.25, 0], np.float32),
+            *rows,
+            np.array([0, 1], np.int32),
+            np.array([-np.inf], np.float32),
+        )
+        out, _ = jax.ffi.ffi_call(target.name, shapes)(q, kv, *more)
+        np.testing.assert_allclose(out, paged_decode(q, kv, 0, *rows, scale=0.25, backend="xla"), rtol=0, atol=1e-5)
 
 
 def test_a_process_of_its_own_compiles_what_it_can_import():
