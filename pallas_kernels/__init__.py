@@ -1,4 +1,5 @@
-"""Operations on a paged KV pool, and products with quantized and with grouped weights, for TPU, GPU and CPU. Depends on jax, and on Numba for CPU.
+"""Operations on a paged KV pool, and products with quantized and with grouped weights, for TPU, GPU and CPU. Depends on jax, and on
+Numba for attention on CPU.
 
 The pool is `kv[J, N, 2, K, P, D']`: layer, block, key or value, kv head, token in block, stored head width. Block 0 is scrap:
 what padding writes goes there and nothing reads it. Row lengths include the tokens written in the same step.

@@ -73,10 +73,11 @@ def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     device = Device("cpu", "cpu", None, 1.0, 1.0)
     rows = kernels.run_load(CASE, device, 0.001)
     assert [(r.by, r.why, r.chosen) for r in rows if r.by != "torch sdpa"] == [
-        ("xla", "", True),
+        ("xla", "", False),
+        ("numba_cpu", "", True),
         ("gather all", "RuntimeError: no memory", False),
     ]
-    assert "not measured: RuntimeError: no memory" in kernels.line(rows[1], device)
+    assert "not measured: RuntimeError: no memory" in kernels.line(rows[2], device)
 
 
 def test_goals_are_of_what_was_measured():
@@ -103,8 +104,8 @@ def test_wrong_kernels_are_found_on_the_device(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(kernels, "main", lambda argv: Path(argv[1]).write_text(json.dumps(report)))
     assert gpu_checks.main([str(tmp_path), "--quick"]) == 0
     report = json.loads((tmp_path / "cpu.json").read_text())
-    assert len(report["checks"]) == 2 and report["rows"] and (tmp_path / "cpu.svg").exists()
-    op = dataclasses.replace(OPS[0], backends=(Backend("off", (), ""), *OPS[0].backends))
+    assert len(report["checks"]) == 3 and report["rows"] and (tmp_path / "cpu.svg").exists()
+    op = dataclasses.replace(OPS[0], backends=(Backend("off", (), ""), OPS[0].backends[-1]))
     monkeypatch.setattr(gpu_checks, "OPS", (op,))
     function = Attention.function
     off = lambda self, backend: lambda *args: [x * 1.1 for x in function(self, "xla")(*args)]

@@ -81,5 +81,5 @@ def test_the_op_takes_what_is_in_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     for config in (xla.Config(1, 1), xla.Config(4, 2)):
         entry = entry_of(call, OPS[0].backends[-1], None, Trial(config, 1.0), "a machine", "a command")
         tuning.save(tmp_path / "paged_decode" / "tuned.json", [entry])
-        programs.append(jax.jit(call.function(None)).lower(*call.shapes()).as_text())
+        programs.append(jax.jit(call.function("xla")).lower(*call.shapes()).as_text())
     assert programs[0] != programs[1]
