@@ -73,7 +73,7 @@ def item_count(frame):
 def make_kernel(width: int, stored: int, block_size: int, wide: bool):
     """For heads of `width` in a pool of bf16 (or `wide`: f32) whose heads have a width of `stored`."""
     dtype, token_bytes = (np.float32, 4 * stored) if wide else (np.uint16, 2 * stored)
-    zero, one, lowest, masked = np.float32(0), np.float32(1), np.float32(-1e29), np.float32(-1e30)
+    zero, one, lowest = np.float32(0), np.float32(1), np.float32(-1e29)
 
     # Loops begin at 0: Numba lets indices count from the end, which costs a test where it does not see that they are not negative.
     @numba.njit
@@ -124,11 +124,9 @@ def make_kernel(width: int, stored: int, block_size: int, wide: bool):
     @numba.njit(fastmath=MATH)
     def weigh(values, first, last, count, top):
         """`count` scores into weights, which are 0 but from `first` to `last`; their sum."""
-        for p in range(count):
-            values[p] = values[p] if first <= p < last else masked
         total = zero
         for p in range(count):
-            x = exp(values[p] - top)
+            x = exp(values[p] - top) if first <= p < last else zero
             values[p] = x
             total += x
         return total
@@ -222,15 +220,16 @@ def make_kernel(width: int, stored: int, block_size: int, wide: bool):
                     queries[r, d] = q[start + t, k * group + g, d] * scale
                     sums[r, d] = zero
 
-            shared = 0  # blocks that all rows begin with
-            if size > 1:
-                shared = (np.int64(lens[row]) - 1) // block_size
-                for s in range(row + 1, row + size):
-                    shared = min(shared, (np.int64(lens[s]) - 1) // block_size)
+            shared = np.int64(tables.shape[1]) if size > 1 else 0  # blocks that all rows begin with, but for those without any
+            seen = 0
+            for s in range(row, row + size if size > 1 else row):
+                if lens[s] > 0:
+                    shared, seen = min(shared, (np.int64(lens[s]) - 1) // block_size), seen + 1
                     for b in range(shared):
                         if tables[s, b] != tables[row, b]:
                             shared = b
                             break
+            shared = shared if seen > 1 else 0
             begin = max(0, places[0] + 1 - window) if window > 0 else 0
             # The shared blocks for all queries, then what is left, row by row.
             for i in range(-1, size):

@@ -69,6 +69,8 @@ SHARED = {  # lengths of rows, and which of them begin with the same how many bl
     "more than a chunk": ((200, 180, 161, 170, 250), {(0, 1, 2, 3, 4): 10}),
     "some rows": ((70, 49, 0, 81, 20, 65, 50), {(0, 1, 3, 5): 3}),
     "two groups": ((70, 49, 81, 65, 50, 90, 91, 92, 93, 94), {(0, 1, 2, 3, 4): 2, (5, 6, 7, 8, 9): 4}),
+    "rows without tokens": ((70, 0, 49, 81, 0, 65), {(0, 1, 2, 3, 4, 5): 3}),
+    "a first row without": ((0, 70, 49, 0, 0), {(1, 0, 2): 2}),
     "one inside another": ((70, 70, 70, 70, 70, 70), {(0, 1, 2, 3, 4, 5): 1, (1, 2, 3, 4): 3}),
 }
 
