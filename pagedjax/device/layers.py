@@ -80,7 +80,8 @@ def rope_tables(positions: jax.Array, cfg: RopeConfig, head_width: int) -> tuple
     """cos and sin, f32[T, D/2]."""
     freq, factor = rope_frequencies(cfg, head_width)
     angle = positions.astype(jnp.float32)[:, None] * freq
-    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    # Kept apart from what follows, or every layer computes them again for every head.
+    return jax.lax.optimization_barrier((jnp.cos(angle) * factor, jnp.sin(angle) * factor))
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

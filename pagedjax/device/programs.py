@@ -28,6 +28,7 @@ from jaxlib import xla_client
 
 import pallas_kernels
 from pallas_kernels.common.dispatch import Later
+from pallas_kernels.common.machine_code import targets_in
 
 PACKAGE, KERNELS = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
 # All that the programs are made of: what device and models may import (tests/device/test_programs.py).
@@ -35,7 +36,7 @@ SOURCES = (PACKAGE / "device", PACKAGE / "models", KERNELS) + tuple(
     PACKAGE / f"{name}.py" for name in ("buckets", "config", "errors", "limits", "state", "wire")
 )
 DIGEST_BYTES = 32
-foreign = Later("pallas_kernels.common.numba_targets")  # kernels that programs call: their code is kept with each program
+numba_targets = Later("pallas_kernels.common.numba_targets")
 
 
 def program_file(folder: str, lower: partial, options: dict[str, Any], mesh: Mesh) -> Path | None:
@@ -61,7 +62,7 @@ def load_program(file: Path, mesh: Mesh) -> jax.stages.Compiled | None:
     try:
         targets, serialized, ins, outs = pickle.loads(zlib.decompress(data))
         for target in targets:
-            foreign.restore(target)
+            numba_targets.restore(target)
         return deserialize_and_load(serialized, ins, outs, devices[0].client, devices)
     except Exception:  # whatever it is: the program can be compiled again, and replaces the file
         return None
@@ -72,8 +73,7 @@ def save_program(file: Path, compiled: jax.stages.Compiled) -> None:
     part = file.with_name(f"{file.name}.{threading.get_native_id()}")
     try:
         program = serialize(compiled)
-        targets = foreign.targets_in(program[0]) if find_spec("numba") else []
-        data = zlib.compress(pickle.dumps((targets, *program)), level=1)
+        data = zlib.compress(pickle.dumps((targets_in(program[0]), *program)), level=1)
         part.write_bytes(digest_of(file, data) + data)
         part.replace(file)
     except (OSError, ValueError, NotImplementedError) as error:

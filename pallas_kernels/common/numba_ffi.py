@@ -9,7 +9,6 @@ arrays by `argument` and `result`. Several threads run it at once. What is read 
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 import importlib
-from dataclasses import dataclass
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -19,6 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.extending import intrinsic
+
+from pallas_kernels.common.machine_code import Recipe, Target
 
 WORD = types.intp
 # Places in the call frame, in words of 8 bytes, and of what it leads to.
@@ -167,27 +168,6 @@ def _answer_version(extension):
     version = _word(extension, METADATA) + 8
     numbers = numba.carray(_pointer(version + 16, np.int32), 2)
     numbers[0], numbers[1] = MAJOR, MINOR
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a kernel is made from, so that another process can make it: functions of a module, by name.
-
-    count(frame) is how many items a call has; make(*args) gives the kernel."""
-
-    module: str
-    count: str
-    make: str
-    args: tuple[int | bool, ...]
-
-
-@dataclass(frozen=True)
-class Target:
-    """What XLA calls by a name. Each is the name of a function in machine code for this processor, and that code."""
-
-    name: str
-    joining: tuple[str, bytes]  # what XLA's other threads call, to take part
-    calling: tuple[str, bytes]  # what XLA calls
 
 
 def joining_symbol(name: str) -> str:

@@ -13,7 +13,8 @@ import llvmlite.binding as llvm
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
-from pallas_kernels.common.numba_ffi import Recipe, Target, compile_target, joining_symbol
+from pallas_kernels.common.machine_code import Recipe, Target, registered
+from pallas_kernels.common.numba_ffi import compile_target, joining_symbol
 
 # The package without its own imports: JAX takes seconds, and kernels for Numba do not need it.
 CHILD = """
@@ -26,7 +27,6 @@ from pallas_kernels.common.numba_ffi import compile_target
 pickle.dump(compile_target(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer)
 """
 
-_targets: dict[str, Target] = {}
 _code: list[Any] = []  # of the targets; it must not go
 _lock = threading.Lock()
 
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 def ensure(name: str, recipe: Recipe) -> None:
     """XLA can call the kernel by this name from then on; the first time it is compiled, which takes seconds."""
     with _lock:
-        if name not in _targets:
+        if name not in registered:
             _register(compile_apart(name, recipe) or compile_target(name, recipe))
 
 
@@ -53,13 +53,8 @@ def compile_apart(name: str, recipe: Recipe) -> Target | None:
 def restore(target: Target) -> None:
     """As `ensure`, with what another process compiled on the same kind of processor with the same Numba."""
     with _lock:
-        if target.name not in _targets:
+        if target.name not in registered:
             _register(target)
-
-
-def targets_in(program: bytes) -> list[Target]:
-    """Those of the targets so far that a serialized program calls."""
-    return [target for name, target in _targets.items() if name.encode() in program]
 
 
 def _register(target: Target) -> None:
@@ -67,7 +62,7 @@ def _register(target: Target) -> None:
     llvm.add_symbol(joining_symbol(target.name), _load(target.joining))
     address = ctypes.c_void_p(_load(target.calling))
     jax.ffi.register_ffi_target(target.name, jax.ffi.pycapsule(address), platform="cpu")
-    _targets[target.name] = target
+    registered[target.name] = target
 
 
 def _load(function: tuple[str, bytes]) -> int:

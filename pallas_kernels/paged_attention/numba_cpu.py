@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Later
+from pallas_kernels.common.machine_code import Recipe
 from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.targets import Chip
 
-ffi, targets = (Later(f"pallas_kernels.common.numba_{name}") for name in ("ffi", "targets"))
+targets = Later("pallas_kernels.common.numba_targets")  # imports Numba
 KERNEL = "pallas_kernels.common.numba_attention"
 
 
@@ -65,7 +66,7 @@ def attend_with_lse(
     tokens, heads, width = q.shape
     block_size, stored = kv.shape[4:]
     name = f"pagedjax_attention_{width}_{stored}_{block_size}_{kv.dtype.name}"
-    recipe = ffi.Recipe(KERNEL, "item_count", "make_kernel", (width, stored, block_size, kv.dtype == jnp.float32))
+    recipe = Recipe(KERNEL, "item_count", "make_kernel", (width, stored, block_size, kv.dtype == jnp.float32))
     targets.ensure(name, recipe)
     shapes = jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
     out, lse = jax.ffi.ffi_call(name, shapes)(

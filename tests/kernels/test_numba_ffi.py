@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_decode
-from pallas_kernels.common import numba_ffi, numba_targets
-from pallas_kernels.common.numba_ffi import Recipe
+from pallas_kernels.common import machine_code, numba_ffi, numba_targets
+from pallas_kernels.common.machine_code import Recipe
 from pallas_kernels.common.spec import TYPICAL_DECODE
 from pallas_kernels.paged_attention import numba_cpu
 
@@ -62,8 +62,8 @@ def test_each_item_is_done_once_by_some_thread():
 def test_another_process_loads_what_was_compiled(tmp_path: Path):
     numba_targets.ensure("test_square", RECIPE)
     program = jax.jit(call).lower(jax.ShapeDtypeStruct((COUNT,), jnp.float32)).as_text().encode()
-    targets = numba_targets.targets_in(program)
-    assert [target.name for target in targets] == ["test_square"] and numba_targets.targets_in(b"") == []
+    targets = machine_code.targets_in(program)
+    assert [target.name for target in targets] == ["test_square"] and machine_code.targets_in(b"") == []
     (tmp_path / "targets").write_bytes(pickle.dumps(targets))
     script = f"""
 import pickle, sys
