@@ -41,12 +41,11 @@ def ensure(name: str, recipe: Recipe) -> None:
 def compile_apart(name: str, recipe: Recipe) -> Target | None:
     """What compile_target gives, by a process of its own: Numba and LLVM keep some hundred MiB of what they used. None where no
     such process can do it, as in a program that is no Python."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(Path(__file__).parents[1]), *sys.path],
-        input=pickle.dumps((name, recipe)),
-        capture_output=True,
-        check=False,
-    )
+    command = [sys.executable or "", "-c", CHILD, str(Path(__file__).parents[1]), *sys.path]
+    try:
+        done = subprocess.run(command, input=pickle.dumps((name, recipe)), capture_output=True, check=False)
+    except OSError:
+        return None
     return pickle.loads(done.stdout) if done.returncode == 0 else None
 
 

@@ -113,11 +113,13 @@ def test_targets_whose_functions_have_one_name_are_kept_apart(monkeypatch: pytes
         np.testing.assert_allclose(out, paged_decode(q, kv, 0, *rows, scale=0.25, backend="xla"), rtol=0, atol=1e-5)
 
 
-def test_a_process_of_its_own_compiles_what_it_can_import():
+def test_a_process_of_its_own_compiles_what_it_can_import(monkeypatch: pytest.MonkeyPatch):
     attention = Recipe(numba_cpu.KERNEL, "item_count", "make_kernel", (8, 8, 4, True))
     target = numba_targets.compile_apart("test_attention", attention)
     assert target is not None and target.name == "test_attention"
     assert numba_targets.compile_apart("test_square", Recipe("no.such.module", "", "", ())) is None
+    monkeypatch.setattr(sys, "executable", "")
+    assert numba_targets.compile_apart("test_attention", attention) is None
 
 
 def test_without_numba_the_call_is_refused(monkeypatch: pytest.MonkeyPatch):
