@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 PLAIN = pltpu.InterpretParams()
@@ -16,6 +17,18 @@ FAST = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }  # it runs once; compiling is what takes time
+
+
+def races(call: Callable[[], Any], capfd: pytest.CaptureFixture) -> bool:
+    """Whether the interpreter finds a race. It prints what it finds; since JAX 0.12 the call fails as well."""
+    capfd.readouterr()
+    try:
+        call()
+    except Exception as problem:
+        if "RACE DETECTED" not in str(problem):
+            raise
+        return True
+    return "RACE DETECTED" in capfd.readouterr().out
 
 
 def interpreted(op: Callable[..., Any], *args: Any) -> Callable[[], Any]:
