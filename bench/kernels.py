@@ -208,14 +208,14 @@ def goals(rows: Sequence[Row], device: Device) -> list[dict[str, Any]]:
         ("H200: decode, 1 row at 32k, of measured read bandwidth", 0.60, share(of(LONG), "read") if h200 else None),
         ("H200: decode with fp8 blocks, times the tokens/s of bf16", 1.7, ratio(of(BIG), of(BIG_FP8)) if h200 else None),
         ("H200: prefill of 2048 on 8k, of the measured matrix rate", 0.45, share(of(PREFILL), "matrix") if h200 else None),
-        ("CPU: decode in XLA, bf16, of measured read bandwidth", 0.25, share(of(CPU_BF16, "xla"), "read") if cpu else None),
-        ("CPU: decode in XLA, f32, of measured read bandwidth", 0.25, share(of(CPU_F32, "xla"), "read") if cpu else None),
+        ("CPU: decode, bf16, of measured read bandwidth", 0.25, share(of(CPU_BF16), "read") if cpu else None),
+        ("CPU: decode, f32, of measured read bandwidth", 0.25, share(of(CPU_F32), "read") if cpu else None),
         (
-            "CPU: decode in XLA, bf16, times gather all",
+            "CPU: decode, bf16, times gather all",
             4.0,
-            ratio(of(CPU_BF16, "gather all"), of(CPU_BF16, "xla")) if cpu else None,
+            ratio(of(CPU_BF16, "gather all"), of(CPU_BF16)) if cpu else None,
         ),
-        ("CPU: decode in XLA, f32, times gather all", 4.0, ratio(of(CPU_F32, "gather all"), of(CPU_F32, "xla")) if cpu else None),
+        ("CPU: decode, f32, times gather all", 4.0, ratio(of(CPU_F32, "gather all"), of(CPU_F32)) if cpu else None),
     )
     return [{"goal": name, "wanted": least, "reached": got} for name, least, got in wanted]
 
