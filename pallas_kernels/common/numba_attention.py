@@ -21,7 +21,7 @@ LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.4426950408889634), np.float32(0.69335937
 
 @numba.njit(fastmath=MATH)
 def exp(x):
-    """e^x of x <= 0, f32, to 2 units in the last place: 2^n times a Taylor polynomial of at most ln(2) / 2 either side of 0."""
+    """e^x of x <= 0, f32, to 5 units in the last place: 2^n times a Taylor polynomial of at most ln(2) / 2 either side of 0."""
     x = np.float32(-87) if x < np.float32(-87) else x
     n = np.floor(x * LOG2E + np.float32(0.5))
     x = x - n * LN2_HIGH - n * LN2_LOW

@@ -2,7 +2,7 @@
 
 A kernel is a function (frame, job) -> None: it takes item after item of the call by `take(job)` until that gives -1, and finds the
 arrays by `argument` and `result`. Several threads run it at once. What is read here of the structures of XLA's C interface
-(xla/ffi/api/c_api.h, in jaxlib's include folder) has been there in the same places since JAX 0.5.
+(xla/ffi/api/c_api.h, in jaxlib's include folder) is in the same places in JAX 0.11.2 and 0.12.
 """
 
 # What Numba and its decorators make of a function is not what its signature says.
@@ -26,7 +26,7 @@ WORD = types.intp
 EXTENSION, API, CONTEXT, ARGS, RETS = 1, 2, 3, 9, 14
 BUFFER_DATA, BUFFER_DIMS = 3, 5
 SCHEDULE, NUM_THREADS = 17, 18  # of the table of functions
-METADATA, VERSION = 3, 3  # of the extension that asks for the version, and of what is to be filled in
+METADATA = 3  # of the extension that asks for the version
 MAJOR, MINOR = 0, 1  # the version that these places are of
 # A call that several threads work on, in words of memory that the last of them frees: the next item, threads inside the kernel,
 # threads that may still look here, how many items there are, and the call frame.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_decode
-from pallas_kernels.common import machine_code, numba_ffi, numba_targets
+from pallas_kernels.common import machine_code, numba_attention, numba_ffi, numba_targets
 from pallas_kernels.common.machine_code import Recipe
 from pallas_kernels.common.spec import TYPICAL_DECODE
 from pallas_kernels.paged_attention import numba_cpu
@@ -120,6 +120,20 @@ def test_a_process_of_its_own_compiles_what_it_can_import(monkeypatch: pytest.Mo
     assert numba_targets.compile_apart("test_square", Recipe("no.such.module", "", "", ())) is None
     monkeypatch.setattr(sys, "executable", "")
     assert numba_targets.compile_apart("test_attention", attention) is None
+
+
+@numba.njit
+def exps(x):
+    out = np.empty_like(x)
+    for i in range(x.size):
+        out[i] = numba_attention.exp(x[i])
+    return out
+
+
+def test_exp_agrees_with_float64():
+    x = -np.geomspace(1e-6, 86.9, 200_000).astype(np.float32)
+    want = np.exp(x.astype(np.float64))
+    assert (np.abs(exps(x) - want) <= 5 * np.spacing(want.astype(np.float32))).all()
 
 
 def test_without_numba_the_call_is_refused(monkeypatch: pytest.MonkeyPatch):
