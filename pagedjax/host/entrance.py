@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pagedjax.errors import QueueFull, check
 from pagedjax.host.admission import AdmissionLimits, Load, Rates, admit, missed, output_left
+from pagedjax.host.beams import BeamSearch
 from pagedjax.host.policy import PolicyOptions, Waiting, displaceable, priority, victim
 from pagedjax.host.pools import POOLS, Held, PoolShares, batch_over, may_enter
 from pagedjax.host.request import Request
@@ -40,19 +41,26 @@ class Holdings(NamedTuple):
 def holdings(running: Iterable[Sequence]) -> Holdings:
     tenants: dict[str, Held] = {}
     pools: dict[str, Held] = dict.fromkeys(POOLS, Held())
+    searches: set[str] = set()  # which hold the lanes of all their beams while any runs
     for s in running:
-        service, blocks = s.request.service, s.num_held
+        service, blocks, lanes = s.request.service, s.num_held, 1
+        if beams := s.request.params.beam_width:
+            lanes = 0 if s.request.id in searches else beams
+            searches.add(s.request.id)
         for table, name in ((tenants, service.tenant), (pools, service.pool)):
             rows, held = table.get(name, Held())
-            table[name] = Held(rows + 1, held + blocks)
+            table[name] = Held(rows + lanes, held + blocks)
     return Holdings(tenants, pools)
 
 
 class Entrance:
     """Sequences that wait, and what decides about them."""
 
-    def __init__(self, rules: ServiceRules, tables: BlockTables, *, num_lanes: int, token_budget: int):
-        self.rules, self.tables, self.num_lanes = rules, tables, num_lanes
+    def __init__(
+        self, rules: ServiceRules, tables: BlockTables, beams: Mapping[str, BeamSearch], *, num_lanes: int, token_budget: int
+    ):
+        """beams: of the scheduler, which keeps them."""
+        self.rules, self.tables, self._beams, self.num_lanes = rules, tables, beams, num_lanes
         self.rates = Rates(token_budget)
         self.tenants = Tenants(rules.tenants, default=rules.other_tenants, costs=rules.costs)
         self.queue: WaitingQueue[Sequence] = WaitingQueue(
@@ -62,7 +70,7 @@ class Entrance:
             shares=rules.shares,
             cached=self._cached,
             seconds=self.rates.finish,
-            blocks=self._whole,
+            needs=lambda sequence: Held(self.lanes(sequence), self._whole(sequence)),
         )
         self._counts_tenants = bool(rules.tenants) or rules.other_tenants != TenantLimits()
 
@@ -71,16 +79,37 @@ class Entrance:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
+    def longest(self, request: Request) -> int:
+        """Tokens of prompt and output that a sequence of the request may have: without max_tokens as many as the pool and the
+        tenant's cap allow, but one of output at least. UserError for a request that can never fit, with the numbers."""
+        params, prompt, name, tables = request.params, len(request.prompt), f"request {request.id}", self.tables
+        tenant, beams, size, most = request.service.tenant, params.beam_width, tables.size, tables.max_model_len
+        check(prompt > 0, f"{name}: the prompt must hold at least one token; got 0")
+        check(prompt < most, f"{name}: the prompt must be shorter than max_model_len {most}; got {prompt} tokens")
+        check(
+            not beams or tables.reserve == "paged",
+            f"{name}: beams share blocks, which needs reserve to be paged; it is {tables.reserve}",
+        )
+        limits, largest, unlimited = self.tenants.limits(tenant), tables.pool.largest, params.max_tokens is None
+        cap = largest if limits.max_blocks is None else min(largest, limits.max_blocks)
+        room = cap // (len(tables.windows) * (beams or 1)) * size + (tables.reserve == "paged")  # the last token is never written
+        max_len = min(most, max(prompt + 1, room) if unlimited else prompt + params.max_tokens)
+        need = tables.need(prompt, max_len) * (beams or 1)
+        what = f"{name}: prompt and output{f' of {beams} beams' if beams else ''} need {need} blocks of {size} tokens"
+        one = "" if tables.reserve == "paged" else " in one piece"
+        check(need <= largest, f"{what}{one}; the pool has {largest}")
+        check(need <= cap, f"{what}; tenant {tenant!r} may hold {cap}")
+        check(beams <= self.num_lanes, f"{name}: {beams} beams need as many lanes; there are {self.num_lanes}")
+        check(
+            limits.max_rows is None or beams <= limits.max_rows,
+            f"{name}: {beams} beams need as many rows; tenant {tenant!r} may run {limits.max_rows}",
+        )
+        return max_len
+
     def admit(self, request: Request, first: Sequence, count: int, followers: int, running: list[Sequence], most: int) -> None:
         """Raises unless a request of `count` sequences like `first` may wait; at most `most` sequences wait, of which `followers`
         are not in the queue."""
         service, rules = request.service, self.rules
-        limits = self.tenants.limits(service.tenant)
-        need = self.tables.blocks_for(len(request.prompt)) * len(self.tables.windows)
-        check(
-            limits.max_blocks is None or need <= limits.max_blocks,
-            f"request {request.id}: the prompt needs {need} blocks; tenant {service.tenant!r} may hold {limits.max_blocks}",
-        )
         self._counts_tenants |= service.tenant != ""
         pool, seen = service.pool, self.queue.view(first)
         cheap = AdmissionLimits(most, rules.max_queued_tokens, None)
@@ -145,6 +174,7 @@ class Entrance:
             pool,
             held.pools[pool],
             need,
+            self.lanes(sequence),
             lanes=self.num_lanes,
             capacity=self.tables.pool.capacity,
             other=None if other is None else self._whole(other),
@@ -152,8 +182,29 @@ class Entrance:
         )
 
     def _whole(self, sequence: Sequence) -> int:
-        """Blocks of its tokens, as if none were shared."""
-        return self.tables.blocks_for(len(sequence.tokens)) * len(self.tables.windows)
+        """Blocks that it holds at most until its known tokens are computed, as if none were shared."""
+        return self.tables.most(len(sequence.tokens))
+
+    def held(self, running: list[Sequence]) -> Holdings:
+        """Holdings, where what a capped tenant's sequences are about to take is theirs already: who enters beside them must not
+        have to leave at once."""
+        found = holdings(running)
+        for tenant, (rows, blocks) in found.tenants.items():
+            if self.tenants.limits(tenant).max_blocks is not None:
+                owed = sum(self.tables.owed(s) for s in running if s.request.service.tenant == tenant)
+                found.tenants[tenant] = Held(rows, blocks + owed)
+        return found
+
+    def cap_left(self, sequence: Sequence, running: list[Sequence]) -> int | None:
+        """Blocks that the tenant of a running sequence may still take; None: as many as there are."""
+        tenant = sequence.request.service.tenant
+        cap = self.tenants.limits(tenant).max_blocks
+        return None if cap is None else cap - sum(s.num_held for s in running if s.request.service.tenant == tenant)
+
+    def lanes(self, sequence: Sequence) -> int:
+        """That a waiting sequence takes when it enters: the first beam takes those of all."""
+        search = self._beams.get(sequence.request.id)
+        return 1 if search is None else 0 if search.lanes else len(search.sequences)
 
     def may_displace(self, running: Iterable[Sequence]) -> bool:
         """Whether anybody that waits might take the place of one that runs."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pagedjax.host.beams import BeamSearch
-from pagedjax.host.entrance import Entrance, Holdings, holdings
+from pagedjax.host.entrance import Entrance, Holdings
 from pagedjax.host.plan import Entry, Row
 from pagedjax.host.pools import POOLS
 from pagedjax.host.sequence import Key, Sequence, Stats
@@ -136,7 +136,7 @@ class Running:
         left = len(sequence.tokens) - sequence.num_scheduled
         count = min(left, step.budget)
         if not self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False):
-            count = min(count, self.tables.room(sequence))
+            count = min(count, self.tables.room(sequence, self._free_for(sequence)))
             if count <= 0:
                 return
             self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False)
@@ -148,15 +148,19 @@ class Running:
 
     def _grow(self, sequence: Sequence, num_tokens: int, step: Step, *, may_yield: bool) -> bool:
         """Gives the sequence blocks for its first num_tokens positions, preempting those that come after it by the policy (never
-        one of this plan) while there are too few; where may_yield the sequence itself may be the one that goes."""
+        one of this plan) while there are too few, in the pool or for its tenant; where may_yield the sequence itself may be the
+        one that goes."""
         if self.tables.windowed and sequence.order not in step.at:  # what its row in this plan sees must stay
             self.tables.trim(sequence)
         if self.tables.covers(sequence, num_tokens):
             return True
-        while self.tables.missing(sequence, num_tokens) > self.tables.pool.num_free:
+        while (need := self.tables.missing(sequence, num_tokens)) > self._free_for(sequence):
             search = self._beams.get(sequence.request.id)
             kin = {s.order for s in search.sequences} if search else set()
-            loser = self.entrance.victim(sequence, self.sequences, step.holds(self._beams) | kin)
+            others = self.sequences
+            if need <= self.tables.pool.num_free:  # its tenant has as much as it may
+                others = [s for s in others if s.request.service.tenant == sequence.request.service.tenant]
+            loser = self.entrance.victim(sequence, others, step.holds(self._beams) | kin)
             if loser is sequence and not may_yield:
                 return False
             self._preempt(loser, sequence)
@@ -164,6 +168,11 @@ class Running:
                 return False
         self.tables.grow(sequence, num_tokens)
         return True
+
+    def _free_for(self, sequence: Sequence) -> int:
+        """Blocks that the running sequence can take."""
+        free, left = self.tables.pool.num_free, self.entrance.cap_left(sequence, self.sequences)
+        return free if left is None else min(free, left)
 
     # --- who enters, and who leaves ---------------------------------------------------------------------------------
 
@@ -182,7 +191,9 @@ class Running:
             known = sequence.behind * self.tables.size if sequence.places else len(sequence.tokens) - 1
             found = self.tables.find(sequence, known if self._may_share(sequence) else 0)
             need = self.tables.to_start(sequence, found, len(sequence.tokens))
-        lanes = 0 if search and search.lanes else sequence.request.params.beam_width or 1
+            if sequence.places and need > self.tables.pool.capacity:
+                self.tables.drop_places(sequence)  # beside the blocks of a window that it would find again: to be computed again
+        lanes = self.entrance.lanes(sequence)
         if len(self.lanes) < lanes:
             return Wait("all lanes are taken" if lanes == 1 else f"{lanes} beams need as many lanes", need)
         if sequence.num_pending:
@@ -202,7 +213,7 @@ class Running:
         of each group left for each of those that will grow beyond it, so that it is not preempted again at once."""
         gone = set(map(id, without))
         running = (s for s in self.sequences if id(s) not in gone)
-        return sum(self.tables.missing(s, s.length) + self.tables.grows(s, s.length) for s in running)
+        return sum(map(self.tables.owed, running))
 
     def enter(self, sequence: Sequence, start: Found | Sequence, step: Step) -> None:
         search = self._beams.get(sequence.request.id)
@@ -242,7 +253,7 @@ class Running:
         """Preempts running sequences for more urgent ones that find no lane or no blocks, if that is enough for them."""
         if not self.entrance.may_displace(self.sequences):
             return
-        held = holdings(self.sequences)
+        held = self.entrance.held(self.sequences)
         for pool in POOLS:
             head = self.entrance.queue.head(pool, now, held.tenants)
             wait = None if head is None else self.start_of(head, held)
@@ -260,7 +271,7 @@ class Running:
                 for sequence in gone:
                     if sequence.lane >= 0:  # beams go together
                         self._preempt(sequence, head)
-                held = holdings(self.sequences)
+                held = self.entrance.held(self.sequences)
 
     def _preempt(self, sequence: Sequence, by: Sequence) -> None:
         """The sequence, with the other beams of its request, gives back all it holds and waits again, where it stood: to be

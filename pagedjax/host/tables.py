@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedjax.errors import UserError
+from pagedjax.errors import UserError, check
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.cache_log import CacheLog, Stored
 from pagedjax.host.plan import Copy, Swap
@@ -38,13 +38,16 @@ class BlockTables:
         block_size: int,
         *,
         max_model_len: int,
+        chunk: int,
         windows: tuple[int | None, ...] = (None,),
         prefix_caching: bool = True,
         reserve: Reserve = "paged",
         places: int = 0,
         debug: bool = False,
     ):
-        self.pool, self.size, self.windows = pool, block_size, windows
+        """chunk: the most tokens of a sequence that one step computes."""
+        check(reserve == "paged" or len(windows) == 1, f"reserve must be paged where layers see differently far; got {reserve}")
+        self.pool, self.size, self.windows, self.chunk = pool, block_size, windows, chunk
         self.windowed = any(window is not None for window in windows)
         self.reserve: Reserve = reserve
         self.max_model_len = max_model_len
@@ -64,10 +67,14 @@ class BlockTables:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def most(self, num_tokens: int, chunk: int) -> int:
-        """Blocks that a sequence of num_tokens holds at most, where no step computes more than `chunk` of them at once."""
+    def most(self, num_tokens: int) -> int:
+        """Blocks that a sequence of num_tokens holds at most."""
         whole = self.blocks_for(num_tokens)
-        return sum(whole if w is None else min(whole, self.blocks_for(w + chunk) + 1) for w in self.windows)
+        return sum(min(whole, self._bound(window)) for window in self.windows)
+
+    def _bound(self, window: int | None) -> int:
+        """Blocks that a sequence of any length holds at most in a group of this window."""
+        return self.width if window is None else self.blocks_for(window + self.chunk) + 1
 
     def empty(self) -> np.ndarray:
         return np.zeros((len(self.windows), self.width), np.int32)
@@ -118,9 +125,17 @@ class BlockTables:
         more = not sequence.reserved and self.blocks_for(sequence.max_len - 1) > held
         return len(self.windows) if more else 0
 
-    def room(self, sequence: Sequence) -> int:
-        """Tokens it can compute next with the blocks that it holds and those that are free."""
-        free = self.pool.num_free - self.missing(sequence, sequence.num_scheduled)
+    def owed(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence will take for the tokens it has, and beyond them next."""
+        length = sequence.length
+        need = self.missing(sequence, length) + self.grows(sequence, length)
+        if need <= len(self.windows) or not self.windowed:
+            return need
+        return min(need, max(0, self.most(length) - sequence.num_held) + len(self.windows))  # it gives blocks back on the way
+
+    def room(self, sequence: Sequence, free: int) -> int:
+        """Tokens it can compute next with the blocks that it holds and so many more."""
+        free -= self.missing(sequence, sequence.num_scheduled)
         blocks = len(sequence.blocks[0]) + free // len(self.windows)
         return blocks * self.size - sequence.num_scheduled if free >= 0 else 0
 
@@ -223,11 +238,22 @@ class BlockTables:
         if self.reserve != "paged":
             return self.blocks_for(self._run(sequence))
         known = [block for blocks in found.blocks for block in blocks]
-        new = len(self.windows) * (self.blocks_for(num_tokens) - found.num_tokens // self.size)
+        more = self.blocks_for(num_tokens) - found.num_tokens // self.size
+        new = len(self.windows) * more
+        if self.windowed:
+            held = (sum(map(bool, blocks)) for blocks in found.blocks)
+            kept = [sum(map(bool, places)) for places in sequence.places] or [0] * len(self.windows)
+            new = sum(max(k, min(more, self._bound(w) - h)) for w, h, k in zip(self.windows, held, kept, strict=True))
         return new + sum(block < 0 for block in known) + self.pool.num_idle(block for block in known if block > 0)
 
     def _run(self, sequence: Sequence) -> int:
         return reserved_slots(self.reserve, sequence.prompt_len, sequence.max_len, self.max_model_len)
+
+    def need(self, prompt: int, max_len: int) -> int:
+        """Blocks that a sequence of so many tokens of prompt and of both needs in its life: its run, where sequences reserve, else
+        the most it holds at a time (its last token is never written)."""
+        run = reserved_slots(self.reserve, prompt, max_len, self.max_model_len)
+        return self.blocks_for(run) if run else self.most(max_len - 1)
 
     def start(self, sequence: Sequence, found: Found) -> None:
         """The sequence holds what was found; where sequences reserve, its run."""

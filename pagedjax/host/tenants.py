@@ -11,6 +11,7 @@ from collections.abc import Collection, Container, Hashable, Mapping
 from dataclasses import dataclass
 
 from pagedjax.errors import check
+from pagedjax.host.pools import Held
 
 Flow = tuple[str, str]  # pool, tenant: work of the two pools is counted apart
 FORGET_AT = 1024  # counters and token buckets that are kept before those that say nothing are dropped
@@ -137,14 +138,13 @@ class Tenants:
         if account is not None:
             self._charge(account.flow, 0.0, account.done - account.prompt, now)
 
-    def may_start(self, tenant: str, now: float, rows: int, blocks: int, need: int = 0) -> str | None:
-        """Why the tenant, which runs so many rows on so many blocks, may not start a sequence that needs `need` more; None if it
-        may."""
+    def may_start(self, tenant: str, now: float, held: Held, need: Held) -> str | None:
+        """Why the tenant, whose running sequences hold so much, may not start one that needs `need` more; None if it may."""
         limits = self.limits(tenant)
-        if limits.max_rows is not None and rows >= limits.max_rows:
-            return f"tenant {tenant!r} runs {rows} rows; it may run {limits.max_rows}"
-        if limits.max_blocks is not None and blocks + need > limits.max_blocks:
-            return f"tenant {tenant!r} holds {blocks} blocks and needs {need} more; it may hold {limits.max_blocks}"
+        if limits.max_rows is not None and held.rows + need.rows > limits.max_rows:
+            return f"tenant {tenant!r} may run {limits.max_rows} rows; it runs {held.rows} and needs {need.rows} more"
+        if limits.max_blocks is not None and held.blocks + need.blocks > limits.max_blocks:
+            return f"tenant {tenant!r} may hold {limits.max_blocks} blocks; it has {held.blocks} and needs {need.blocks} more"
         seconds = self.seconds_over(tenant, now)
         if seconds > 0:
             return f"tenant {tenant!r} has used its {limits.tokens_per_minute} tokens per minute; it may start in {seconds:.1f} s"
