@@ -122,6 +122,8 @@ class Running:
             sequence.recomputed += again
             self.stats.recomputed_tokens += again
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
+        if start < sequence.prompt_len:
+            self.entrance.computed(sequence, step.now)
         mask = sequence.mask if steps else None
         key = request.id, sequence.index, sequence.epoch
         row = Row(*key, sequence.lane, start, count, tokens, sequence.table, steps, mask, targets)
@@ -142,7 +144,6 @@ class Running:
             self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False)
         self.trace.note(*sequence.key, step.now, "chunk", start=sequence.num_scheduled, tokens=count)
         self._row(sequence, count, 1 if count == left else 0, step)
-        self.entrance.computed(sequence, step.now)
         step.budget -= count
         self.tables.publish(sequence, sequence.num_scheduled)
 
@@ -299,7 +300,8 @@ class Running:
         """Whether to keep what only this sequence has in host memory: where both can be measured, if moving it there and back takes
         less time than computing it again."""
         blocks, rate = self.tables.unnamed(sequence), self.entrance.rates.prefill_rate
-        if self.preemption == "recompute" or not self.tables.places.capacity or blocks > self.tables.places.num_free:
+        room = 0 if sequence.reserved else self.tables.places.num_free
+        if self.preemption == "recompute" or blocks > room or not self.tables.places.capacity:
             return False
         if self.preemption == "swap" or rate is None or self.swap_seconds is None:
             return True

@@ -71,6 +71,7 @@ class Scheduler:
         rules = service or ServiceRules()
         self.entrance = Entrance(rules, self.tables, self._beams, num_lanes=num_lanes, token_budget=token_budget)
         self._due: dict[str, float] = {}  # of requests with a deadline: when that is
+        self._late: dict[str, str] = {}  # of those, why it cannot be met, where that was found too late for the plan of the step
         self._ended: list[TokenEvent] = []
         self._orders = itertools.count()
         self._runs = Running(
@@ -221,8 +222,10 @@ class Scheduler:
         return events
 
     def seconds_idle(self) -> float:
-        """Until somebody who waits may start, as far as that depends on time alone."""
-        return self.entrance.queue.seconds_idle(self.clock()) or 0.0
+        """Until somebody who waits may start, or has waited too long, as far as that depends on time alone."""
+        now = self.clock()
+        idle = self.entrance.queue.seconds_idle(now) or 0.0
+        return max(0.0, min(idle, min(self._due.values(), default=now + idle) - now))
 
     def take_ended(self) -> list[TokenEvent]:
         """Of sequences that ended by their deadlines since the last time it was asked."""
@@ -276,10 +279,14 @@ class Scheduler:
     # --- parts of schedule ------------------------------------------------------------------------------------------
 
     def _end_late(self, now: float) -> None:
-        """Ends what has passed its deadline."""
-        for request_id in [request_id for request_id, due in self._due.items() if due <= now]:
-            self.trace.note(request_id, 0, now, "dropped", because="its deadline has passed")
-            self._ended += self._end(request_id, "deadline")
+        """Ends what has passed its deadline, or cannot meet it any more."""
+        passed = {request_id: "its deadline has passed" for request_id, due in self._due.items() if due <= now}
+        for request_id, reason in (passed | self._late).items():
+            self._drop(request_id, reason, now)
+
+    def _drop(self, request_id: str, reason: str, now: float) -> None:
+        self.trace.note(request_id, 0, now, "dropped", because=reason)
+        self._ended += self._end(request_id, "deadline")
 
     def _release_followers(self, now: float) -> None:
         """Samples join the queue once the first one has computed the prompt for them, or has ended or been preempted."""
@@ -320,9 +327,11 @@ class Scheduler:
             if sequence is None or before is not None and self.entrance.turn(sequence) >= before:
                 return
             late = self.entrance.late(sequence, step.now)
+            if late is not None and any(row.request_id == sequence.request.id for row in step.rows):
+                self._late[sequence.request.id] = late  # what this plan computes keeps its lane and blocks until the next one
+                return
             if late is not None:
-                self.trace.note(*sequence.key, step.now, "dropped", because=late)
-                self._ended += self._end(sequence.request.id, "deadline")
+                self._drop(sequence.request.id, late, step.now)
                 continue
             start = self._runs.start_of(sequence, held, step)
             if isinstance(start, Wait):
@@ -361,6 +370,7 @@ class Scheduler:
             del self._ids[request_id]
             self._followers.pop(request_id, None)
             self._due.pop(request_id, None)
+            self._late.pop(request_id, None)
             search = self._beams.pop(request_id, None)
             if search is not None:
                 self._runs.lanes += search.lanes

@@ -170,28 +170,34 @@ class BlockTables:
                 continue
             blocks = sequence.blocks[group]
             end = min(len(blocks), max(0, sequence.num_scheduled + 1 - window) // self.size)
-            gone = []
-            for i in range(end - 1, -1, -1):
-                if not blocks[i]:
-                    break
-                gone.append(blocks[i])
-                blocks[i] = 0
-            if gone:
-                self.pool.release(gone)
-                sequence.table[group, end - len(gone) : end] = 0
+            start = end
+            while start and blocks[start - 1]:
+                start -= 1
+            if start < end:
+                self._retain(sequence, group, start, end)
+                self.pool.release(reversed(blocks[start:end]))
+                blocks[start:end] = [0] * (end - start)
+                sequence.table[group, start:end] = 0
 
     def release(self, sequence: Sequence) -> None:
         """The sequence gives back all its blocks; those of its prompt are held on to as its request asks."""
-        service = sequence.request.service
-        if service.retention and isinstance(self.pool, BlockPool):
-            for blocks in sequence.blocks:
-                prompt = blocks[: min(sequence.named, sequence.prompt_len // self.size)]
-                self.pool.retain((block for block in prompt if block), service.retention, service.retention_seconds)
+        if self._copies:  # those of beams that are preempted before the row that they were made for
+            own = {block for block in sequence.held if not self.pool.is_shared(block)}
+            self._copies = [copy for copy in self._copies if copy.target not in own]
+        for group, blocks in enumerate(sequence.blocks):
+            self._retain(sequence, group, 0, len(blocks))
         for blocks in sequence.blocks:
             self.pool.release(block for block in reversed(blocks) if block)
             blocks.clear()
         sequence.table = self.empty()  # a step in flight may still be packed from the old one
         sequence.named, sequence.forked = 0, False
+
+    def _retain(self, sequence: Sequence, group: int, start: int, end: int) -> None:
+        """Of its blocks there, which it is about to give back, those of its prompt are held on to as its request asks."""
+        service = sequence.request.service
+        if service.retention and isinstance(self.pool, BlockPool):
+            prompt = sequence.blocks[group][start : min(end, sequence.named, sequence.prompt_len // self.size)]
+            self.pool.retain(filter(None, prompt), service.retention, service.retention_seconds)
 
     def slots(self, sequence: Sequence) -> tuple[int, int]:
         """(held, with tokens in them), over all groups."""
@@ -324,7 +330,15 @@ class BlockTables:
 
     def pin(self, salt: str, tokens: list[int]) -> int:
         """Holds on to the whole blocks of a prefix, those that are cached and those that will be, until `unpin`; how many."""
-        return sum(self._pins("pin").pin(f"{group}:{salt}", tokens) for group in range(len(self.windows)))
+        cache, salts = self._pins("pin"), [f"{group}:{salt}" for group in range(len(self.windows))]
+        for done, own in enumerate(salts):
+            try:
+                cache.pin(own, tokens)
+            except UserError:  # all groups or none
+                for pinned in salts[:done]:
+                    cache.unpin(pinned, tokens)
+                raise
+        return len(salts) * (len(tokens) // self.size)
 
     def unpin(self, salt: str, tokens: list[int]) -> int:
         return sum(self._pins("unpin").unpin(f"{group}:{salt}", tokens) for group in range(len(self.windows)))

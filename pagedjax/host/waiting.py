@@ -168,11 +168,12 @@ class WaitingQueue[S: QueuedSequence]:
             del left[tenant]
 
     def peek(self, pool: str) -> S | None:
-        """Who would be next but for ceilings and caps."""
-        flows = self._flows[pool]
-        if not flows:
+        """Who is next but for those whom their ceilings and caps held back when that was last looked at."""
+        flows, passed = self._flows[pool], self.held_back[pool]
+        left = flows.keys() - passed.keys() if passed else flows.keys()
+        if not left:
             return None
-        return flows[min(flows, key=lambda t: (self.tenants.counter(pool, t), flows[t].head().rank))].head().sequence
+        return flows[min(left, key=lambda t: (self.tenants.counter(pool, t), flows[t].head().rank))].head().sequence
 
     def passed_over(self, pool: str) -> Iterator[tuple[S, str]]:
         """The first sequence of each tenant that the last head() passed over, and why."""

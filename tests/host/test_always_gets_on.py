@@ -140,3 +140,57 @@ def test_a_search_is_as_many_rows_as_it_has_beams() -> None:
 
     drive(scheduler, {0: made}, 1, each_step)
     assert seen == {1, 3}, "never both at once"
+
+
+def test_what_is_held_back_by_its_ceiling_holds_up_nobody_else() -> None:
+    """Interactive work that may not start for a minute leaves batch work all lanes."""
+    rules = ServiceRules(tenants={"t": TenantLimits(tokens_per_minute=10)})
+    now = [0.0]
+    scheduler = make_scheduler(100, service=rules, clock=lambda: now[0])
+    drive(scheduler, {0: [of_tenant("first", [1] * 30, 2)]}, 1)
+    scheduler.add(of_tenant("waits", [2] * 30, 2))
+    for i in range(4):
+        scheduler.add(replace(make_request(f"b{i}", [10 + i], 9), service=Service(pool="batch")))
+    plan = scheduler.schedule()
+    assert plan is not None and sorted(row.request_id for row in plan.rows) == ["b0", "b1", "b2", "b3"]
+
+
+# --- deadlines ------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_engine_wakes_for_a_deadline() -> None:
+    """And not when the tenant's ceiling lets somebody start, a long time after it."""
+    now = [0.0]
+    rules = ServiceRules(tenants={"t": TenantLimits(tokens_per_minute=10)})
+    scheduler = make_scheduler(100, service=rules, clock=lambda: now[0])
+    drive(scheduler, {0: [of_tenant("first", [1] * 30, 2)]}, 1)
+    scheduler.add(of_tenant("waits", [2] * 30, 2))
+    assert scheduler.schedule() is None and scheduler.seconds_idle() > 100
+    urgent = replace(make_request("late", [2] * 30, 2), service=Service(tenant="t", deadline=2.0))
+    scheduler.add(urgent)
+    assert scheduler.schedule() is None and scheduler.seconds_idle() == 2
+    now[0] += scheduler.seconds_idle()
+    assert scheduler.schedule() is None
+    assert [(e.request_id, e.finish) for e in scheduler.take_ended()] == [("late", "deadline")]
+    assert scheduler.seconds_idle() > 100
+
+
+def test_a_sample_that_is_late_does_not_take_the_rows_of_others_out_of_a_plan() -> None:
+    """Three samples on two lanes: that the third cannot be in time is found when the rows of the others are planned already. They
+    keep their lanes and blocks until the next plan, or one that enters in their place would share them."""
+    now = [0.0]
+    scheduler = make_scheduler(100, num_lanes=2, clock=lambda: now[0])
+    for tokens in (8, 10, 12) * 5:
+        scheduler.entrance.rates.observe(tokens, 1, 0.1)
+    samples = replace(make_request("a", [*range(9)], 20, n=3), service=Service(deadline=2.5))
+    other = make_request("b", [50] * 30, 20)
+
+    def each_step(_: int, plan: Plan | None) -> None:
+        now[0] += 0.1
+        for row in plan.rows if plan else ():
+            assert any((s.key, s.epoch, s.lane) == (row[:2], row.epoch, row.lane) for s in scheduler.running)
+
+    events = drive(scheduler, {0: [samples], 3: [other]}, 0, each_step)
+    assert [events["a", i][-1].finish for i in range(3)] == ["deadline"] * 3
+    assert tokens_of(events["b", 0]) == expected(other, 64)
+    assert "cannot be met" in next(d.why["because"] for d in scheduler.trace.of("a") if d.what == "dropped")

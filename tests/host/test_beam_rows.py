@@ -80,6 +80,16 @@ def test_beams_survive_preemption() -> None:
     assert scheduler.stats.preemptions > 0 and events["beams", 0][0].usage.recomputed > 0
 
 
+def test_copies_for_rows_that_are_not_made_are_not_made() -> None:
+    """Two beams copy the block that they part in, the third finds none, and all are preempted: what was to be copied to may be
+    another's by then."""
+    old, search = make_request("old", [*range(4)], 40), make_request("beams", [*range(20, 24)], 16, beam_width=3, n=3)
+    scheduler = make_scheduler(17, max_model_len=52, prefix_caching=False)
+    events = drive(scheduler, {0: [old], 3: [search]}, 1)  # looks at the copies of each plan
+    check_beams(events, search)
+    assert scheduler.stats.preemptions > 0
+
+
 def test_beams_share_what_they_have_in_common() -> None:
     """Blocks held are those of the distinct beginnings of the beams, not beams times blocks."""
     scheduler, saved = make_scheduler(100), []
