@@ -32,7 +32,7 @@ class ServiceRules:
 
 
 class Holdings(NamedTuple):
-    """What the running sequences hold, by tenant and by pool."""
+    """What the running sequences hold, by tenant as if none were shared, and by pool each block once."""
 
     tenants: dict[str, Held]
     pools: dict[str, Held]
@@ -43,11 +43,11 @@ def holdings(running: Iterable[Sequence]) -> Holdings:
     pools: dict[str, Held] = dict.fromkeys(POOLS, Held())
     searches: set[str] = set()  # which hold the lanes of all their beams while any runs
     for s in running:
-        service, blocks, lanes = s.request.service, s.num_held, 1
+        service, lanes = s.request.service, 1
         if beams := s.request.params.beam_width:
             lanes = 0 if s.request.id in searches else beams
             searches.add(s.request.id)
-        for table, name in ((tenants, service.tenant), (pools, service.pool)):
+        for table, name, blocks in ((tenants, service.tenant, s.num_held), (pools, service.pool, s.num_added)):
             rows, held = table.get(name, Held())
             table[name] = Held(rows + lanes, held + blocks)
     return Holdings(tenants, pools)
@@ -90,10 +90,10 @@ class Entrance:
             not beams or tables.reserve == "paged",
             f"{name}: beams share blocks, which needs reserve to be paged; it is {tables.reserve}",
         )
-        limits, largest, unlimited = self.tenants.limits(tenant), tables.pool.largest, params.max_tokens is None
+        limits, largest, wanted = self.tenants.limits(tenant), tables.pool.largest, params.max_tokens
         cap = largest if limits.max_blocks is None else min(largest, limits.max_blocks)
         room = cap // (len(tables.windows) * (beams or 1)) * size + (tables.reserve == "paged")  # the last token is never written
-        max_len = min(most, max(prompt + 1, room) if unlimited else prompt + params.max_tokens)
+        max_len = min(most, max(prompt + 1, room) if wanted is None else prompt + wanted)
         need = tables.need(prompt, max_len) * (beams or 1)
         what = f"{name}: prompt and output{f' of {beams} beams' if beams else ''} need {need} blocks of {size} tokens"
         one = "" if tables.reserve == "paged" else " in one piece"

@@ -64,7 +64,7 @@ def may_enter(
     if held.rows + rows > most[0] and (rows < 2 or held.rows or pool == "batch" and other is not None and rows >= lanes):
         return f"{pool} work may hold {most[0]} of {lanes} lanes now"
     alone = held.blocks == 0 and (pool == "interactive" or other is None or need <= capacity - other)
-    if held.blocks + need > most[1] and not alone:
+    if held.blocks + need > most[1] < capacity and not alone:
         return f"{pool} work may hold {most[1]} of {capacity} blocks now; it holds {held.blocks} and needs {need} more"
     return None
 

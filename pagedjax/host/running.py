@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple
 
 from pagedjax.host.beams import BeamSearch
 from pagedjax.host.entrance import Entrance, Holdings
+from pagedjax.host.found import Found
 from pagedjax.host.plan import Entry, Row
 from pagedjax.host.pools import POOLS
 from pagedjax.host.sequence import Key, Sequence, Stats
-from pagedjax.host.tables import BlockTables, Found
+from pagedjax.host.tables import BlockTables
 from pagedjax.host.trace import Trace
 
 Preemption = Literal["auto", "recompute", "swap"]

@@ -3,26 +3,19 @@ window, kept in host memory. Plain bookkeeping: what the device must do for it g
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from pagedjax.errors import UserError, check
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.cache_log import CacheLog, Stored
+from pagedjax.host.found import Found, first_seen, usable
+from pagedjax.host.moves import Moves
 from pagedjax.host.plan import Copy, Swap
 from pagedjax.host.prefix_cache import Content, PrefixCache
 from pagedjax.host.request import Request
 from pagedjax.host.reserve import BuddyPool, Reserve, reserved_slots
 from pagedjax.host.sequence import Sequence
-
-
-class Found(NamedTuple):
-    """What a sequence can start from: its first num_tokens tokens, and where they are. Of each group the blocks in order: a block
-    of the pool, 0 where the window has moved on, or -p for place p of host memory."""
-
-    num_tokens: int
-    blocks: list[list[int]]
 
 
 class BlockTables:
@@ -58,11 +51,7 @@ class BlockTables:
         self.log: CacheLog | None = None  # of what the cache learns and forgets, for whoever asks
         if self.cache is not None:
             self.cache.on_forget = self._forget
-        self._copies: list[Copy] = []
-        self._swap_out: list[Swap] = []
-        self._swap_in: list[Swap] = []
-        self._lent: list[int] = []  # places that the plan in the making reads
-        self._fresh: list[int] | None = [] if debug else None  # blocks that it gave out
+        self._moves = Moves(fresh=[] if debug else None)  # of the plan in the making
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -145,7 +134,7 @@ class BlockTables:
             at = sequence.num_scheduled // self.size
             for group in list(self._others_tails(sequence)):
                 (block,) = self._allocate(1)
-                self._copies.append(Copy(sequence.blocks[group][at], block))
+                self._moves.copies.append(Copy(sequence.blocks[group][at], block))
                 self.pool.release([sequence.blocks[group][at]])
                 sequence.blocks[group][at] = sequence.table[group, at] = block
             sequence.forked = False
@@ -169,7 +158,7 @@ class BlockTables:
             if window is None or sequence.reserved:
                 continue
             blocks = sequence.blocks[group]
-            end = min(len(blocks), max(0, sequence.num_scheduled + 1 - window) // self.size)
+            end = min(len(blocks), first_seen(sequence.num_scheduled, window, self.size))
             start = end
             while start and blocks[start - 1]:
                 start -= 1
@@ -181,16 +170,15 @@ class BlockTables:
 
     def release(self, sequence: Sequence) -> None:
         """The sequence gives back all its blocks; those of its prompt are held on to as its request asks."""
-        if self._copies:  # those of beams that are preempted before the row that they were made for
-            own = {block for block in sequence.held if not self.pool.is_shared(block)}
-            self._copies = [copy for copy in self._copies if copy.target not in own]
+        if self._moves.copies:  # those of beams that are preempted before the row that they were made for
+            self._moves.forget({block for block in sequence.held if not self.pool.is_shared(block)})
         for group, blocks in enumerate(sequence.blocks):
             self._retain(sequence, group, 0, len(blocks))
         for blocks in sequence.blocks:
             self.pool.release(block for block in reversed(blocks) if block)
             blocks.clear()
         sequence.table = self.empty()  # a step in flight may still be packed from the old one
-        sequence.named, sequence.forked = 0, False
+        sequence.named, sequence.forked, sequence.borrowed = 0, False, 0
 
     def _retain(self, sequence: Sequence, group: int, start: int, end: int) -> None:
         """Of its blocks there, which it is about to give back, those of its prompt are held on to as its request asks."""
@@ -228,16 +216,7 @@ class BlockTables:
                     break
                 row.append(block)
             rows.append(row)
-        end = min(len(row) for row in rows)
-        firsts = [0] * len(rows)
-        while end:  # of a window only the last blocks are needed
-            firsts = [0 if w is None else max(0, end * self.size + 1 - w) // self.size for w in self.windows]
-            holes = [max((i for i in range(first, end) if not row[i]), default=-1) for first, row in zip(firsts, rows, strict=True)]
-            if max(holes) < 0:
-                break
-            end = max(holes)
-        blocks = [[0] * min(first, end) + row[first:end] for first, row in zip(firsts, rows, strict=True)]
-        return Found(end * self.size, blocks)
+        return usable(rows, self.windows, self.size)
 
     def to_start(self, sequence: Sequence, found: Found, num_tokens: int) -> int:
         """Blocks that must be free before the sequence can start from what was found and hold its first num_tokens tokens."""
@@ -268,11 +247,13 @@ class BlockTables:
             sequence.blocks[0] += self._allocate(self.blocks_for(sequence.reserved))
             sequence.table[0, : len(sequence.blocks[0])] = sequence.blocks[0]
             return
+        known = [block for blocks in found.blocks for block in blocks if block > 0]
+        sequence.borrowed = len(known) - self.pool.num_idle(known)
         for blocks in found.blocks:  # all of them before any block is given out, which may push others out
             self.pool.share(block for block in blocks if block > 0)
             lent = [-block for block in blocks if block < 0]
             self.places.share(lent)
-            self._lent += lent
+            self._moves.lent += lent
         for group, blocks in enumerate(found.blocks):
             own = sequence.blocks[group]
             own += [block if block >= 0 else self._bring_back(-block) for block in blocks]
@@ -281,7 +262,7 @@ class BlockTables:
 
     def _bring_back(self, place: int) -> int:
         (block,) = self._allocate(1)
-        self._swap_in.append(Swap(block, place))
+        self._moves.swap_in.append(Swap(block, place))
         return block
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
@@ -289,7 +270,7 @@ class BlockTables:
         if parent.reserved or parent.num_scheduled < num_tokens:
             return False
         count = self.blocks_for(num_tokens)
-        firsts = (0 if w is None else max(0, num_tokens + 1 - w) // self.size for w in self.windows)
+        firsts = (first_seen(num_tokens, window, self.size) for window in self.windows)
         return all(all(blocks[first:count]) for first, blocks in zip(firsts, parent.blocks, strict=True))
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -303,6 +284,7 @@ class BlockTables:
             child.table[group, :count] = shared
             child.hashes[group] = parent.hashes[group][: num_tokens // self.size]
         child.named = min(parent.named, num_tokens // self.size)
+        child.borrowed = num_tokens // self.size * len(self.windows)  # whoever writes to the last block has one of its own then
         child.forked = parent.forked = True
 
     # --- naming -----------------------------------------------------------------------------------------------------
@@ -372,7 +354,7 @@ class BlockTables:
             (place,) = self.places.allocate(1)
             self.tier.publish(key, content, place)
             self.places.release([place])
-            self._swap_out.append(Swap(block, place))
+            self._moves.swap_out.append(Swap(block, place))
 
     def unnamed(self, sequence: Sequence) -> int:
         """Blocks behind the named ones, which nothing else would keep."""
@@ -386,7 +368,7 @@ class BlockTables:
             end = blocks[sequence.named :]
             places = [self.places.allocate(1)[0] if block else 0 for block in end]
             sequence.places.append(places)
-            self._swap_out += [Swap(block, place) for block, place in zip(end, places, strict=True) if block]
+            self._moves.swap_out += [Swap(block, place) for block, place in zip(end, places, strict=True) if block]
         self.release(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
@@ -397,8 +379,8 @@ class BlockTables:
             own += [next(new) if place else 0 for place in places]
             sequence.table[group, : len(own)] = own
             kept = zip(own[sequence.behind :], places, strict=True)
-            self._swap_in += [Swap(block, place) for block, place in kept if place]
-            self._lent += [place for place in places if place]
+            self._moves.swap_in += [Swap(block, place) for block, place in kept if place]
+            self._moves.lent += [place for place in places if place]
         sequence.places.clear()
 
     def drop_places(self, sequence: Sequence) -> None:
@@ -408,24 +390,21 @@ class BlockTables:
 
     def _allocate(self, count: int) -> list[int]:
         blocks = self.pool.allocate(count)
-        if self._fresh is not None:
-            self._fresh += blocks
+        if self._moves.fresh is not None:
+            self._moves.fresh += blocks
         return blocks
 
     def take_moves(self) -> tuple[tuple[Copy, ...], tuple[Swap, ...], tuple[Swap, ...], tuple[int, ...]]:
         """(copies, swap_out, swap_in, fresh) of the plan that was made, and those of the next one begin."""
-        moves = tuple(self._copies), tuple(self._swap_out), tuple(self._swap_in), tuple(self._fresh or ())
-        self._copies, self._swap_out, self._swap_in = [], [], []
-        if self._fresh:
-            self._fresh.clear()
-        self.places.release(self._lent)
-        self._lent = []
-        return moves
+        moves, fresh = self._moves, self._moves.fresh
+        self._moves = Moves(fresh=None if fresh is None else [])
+        self.places.release(moves.lent)
+        return tuple(moves.copies), tuple(moves.swap_out), tuple(moves.swap_in), tuple(fresh or ())
 
     def check(self, sequences: list[Sequence]) -> None:
         """Recounts who holds what; raises AssertionError where it does not add up."""
         self.pool.check(s.held for s in sequences)
-        self.places.check([*([p for p in places if p] for s in sequences for places in s.places), self._lent])
+        self.places.check([*([p for p in places if p] for s in sequences for places in s.places), self._moves.lent])
         for cache in (self.cache, self.tier):
             if cache is not None:
                 cache.check()
