@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pagedjax.errors import QueueFull, check
 from pagedjax.host.admission import AdmissionLimits, Load, Rates, admit, missed, output_left
 from pagedjax.host.beams import BeamSearch
-from pagedjax.host.policy import PolicyOptions, Waiting, displaceable, priority, victim
+from pagedjax.host.policy import PolicyOptions, Waiting, displaceable, priority, rank, victim
 from pagedjax.host.pools import POOLS, Held, PoolShares, batch_over, may_enter
 from pagedjax.host.request import Request
 from pagedjax.host.sequence import Sequence
@@ -72,6 +72,7 @@ class Entrance:
             seconds=self.rates.finish,
             needs=lambda sequence: Held(self.lanes(sequence), self._whole(sequence)),
         )
+        self.caps_blocks = any(limits.max_blocks is not None for limits in (*rules.tenants.values(), rules.other_tenants))
         self._counts_tenants = bool(rules.tenants) or rules.other_tenants != TenantLimits()
 
     def _cached(self, sequence: Sequence) -> int:
@@ -166,10 +167,28 @@ class Entrance:
         """Why the waiting sequence's deadline cannot be met."""
         return None if sequence.request.service.deadline is None else missed(self.queue.view(sequence), now)
 
-    def held_by_pool(self, sequence: Sequence, need: int, held: Holdings) -> str | None:
-        """Why the next sequence must wait for its pool's sake."""
+    def firsts(self, pool: str, now: float, held: Holdings) -> list[Sequence]:
+        """For whom others may have to leave: the pool's next sequence, and by priority who would stand there but for its tenant's
+        caps."""
+        head = self.queue.head(pool, now, held.tenants)
+        if self.rules.policy != "priority":
+            return [] if head is None else [head]
+        passed = [s for s, _ in self.queue.passed_over(pool)]
+        turns = [self.tenants.counter(pool, s.request.service.tenant) for s in (head, *passed) if s is not None]
+        return [s for s, turn in zip(filter(None, (head, *passed)), turns, strict=True) if head is None or turn <= turns[0]]
+
+    def may_start(self, sequence: Sequence, need: int, held: Holdings, now: float, gone: Iterable[Sequence]) -> bool:
+        """Whether its tenant and its pool let the waiting sequence start once these are gone and the others hold so much."""
+        tenant = sequence.request.service.tenant
+        whole = Held(self.lanes(sequence), self._whole(sequence))
+        capped = self.tenants.may_start(tenant, now, held.tenants.get(tenant, Held()), whole)
+        return capped is None and self.held_by_pool(sequence, need, held, gone) is None
+
+    def held_by_pool(self, sequence: Sequence, need: int, held: Holdings, gone: Iterable[Sequence] = ()) -> str | None:
+        """Why the next sequence must wait for its pool's sake; `gone` wait then, too."""
         pool = sequence.request.service.pool
         other = self.queue.peek("batch" if pool == "interactive" else "interactive")
+        other = other or next((s for s in gone if s.request.service.pool != pool), None)
         return may_enter(
             pool,
             held.pools[pool],
@@ -215,18 +234,29 @@ class Entrance:
     def displaceable(self, first: Sequence, running: Iterable[Sequence], held: Holdings) -> Iterator[Sequence]:
         """Running sequences that make room for `first`, the next to enter; first to go first."""
         by_order = {s.order: s for s in running}
-        views = map(self.queue.view, by_order.values())
-        over = self._batch_over(held)
-        found = displaceable(self.queue.view(first), views, self.rules.policy, self.rules.options, batch_over=over)
-        return (by_order[v.order] for v in found)
+        views = [self.queue.view(s) for s in by_order.values()]
+        batch = held.pools["batch"]
+        found = displaceable(
+            self.queue.view(first), views, self.rules.policy, self.rules.options, batch_over=self._batch_over(batch)
+        )
+        for sequence in (by_order[v.order] for v in found):
+            if sequence.request.service.pool != first.request.service.pool:
+                if not self._batch_over(batch):
+                    continue  # what batch work owns it keeps
+                batch = Held(batch.rows - 1, batch.blocks - sequence.num_added)
+            yield sequence
+
+    def place(self, sequence: Sequence) -> tuple[bool, tuple[float, int]]:
+        """Who runs and comes later by this makes room first."""
+        return sequence.request.service.pool == "batch", rank(self.queue.view(sequence), self.rules.policy, self.rules.options)
 
     def victim(self, needing: Sequence, running: list[Sequence], planned: set[int]) -> Sequence:
         """Who gives up its blocks so that `needing`, which runs, can grow; maybe itself."""
         by_order = {s.order: s for s in running}
         views: list[Waiting] = [self.queue.view(s) for s in running]
-        over = any(v.pool == "batch" for v in views) and self._batch_over(holdings(running))
+        over = any(v.pool == "batch" for v in views) and self._batch_over(holdings(running).pools["batch"])
         mine = next(v for v in views if v.order == needing.order)
         return by_order[victim(mine, views, self.rules.policy, self.rules.options, planned=planned, batch_over=over).order]
 
-    def _batch_over(self, held: Holdings) -> bool:
-        return batch_over(held.pools["batch"], lanes=self.num_lanes, capacity=self.tables.pool.capacity, shares=self.rules.shares)
+    def _batch_over(self, batch: Held) -> bool:
+        return batch_over(batch, lanes=self.num_lanes, capacity=self.tables.pool.capacity, shares=self.rules.shares)

@@ -1,6 +1,7 @@
 """The sequences that run: the lanes and blocks they take, the rows they get, and who has to leave for whom."""
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -70,7 +71,7 @@ class Running:
         """One row for each sequence that has its prompt in the cache: decodes never wait for tokens of the budget.
         alone: nothing waits to enter, so that a dispatch may have several steps."""
         steps = self._decode_steps() if alone else 1
-        for sequence in list(self.sequences):
+        for sequence in self._in_turn():
             if sequence.lane < 0 or sequence.length - sequence.num_scheduled != 1 or not self._wants_more(sequence):
                 continue
             if self._beams and sequence.request.id in self._beams:
@@ -82,6 +83,17 @@ class Running:
             if self._grow(sequence, sequence.num_scheduled + count, step, may_yield=True):
                 self._row(sequence, 1, count, step)
                 step.budget -= 1
+
+    def _in_turn(self) -> list[Sequence]:
+        """The running sequences; where blocks are too few, those first who keep theirs, since nobody is preempted for whom the plan
+        has a row."""
+        tables, running = self.tables, self.sequences
+        free = tables.pool.num_free
+        if free < 2 * len(running) * len(tables.windows) or self.entrance.caps_blocks:
+            need = sum(tables.missing(s, s.num_scheduled + 1) for s in running if not tables.covers(s, s.num_scheduled + 1))
+            if need > free or need and self.entrance.caps_blocks:
+                return sorted(running, key=self.entrance.place)
+        return list(running)
 
     def _decode_beams(self, search: BeamSearch, step: Step) -> None:
         """All beams that are ready take a row, or all are preempted; a beam whose step is in flight is not ready."""
@@ -203,18 +215,19 @@ class Running:
         shared = self.entrance.held_by_pool(sequence, need, held)
         if shared is not None:
             return Wait(shared, need)
-        if not self.tables.pool.fits(need) or need + self._owed() > self.tables.pool.num_free:
+        if not self.tables.pool.fits(need):
+            return Wait(f"{need} blocks are needed; {self.tables.pool.num_free} are free", need)
+        need += self.tables.grows_after(sequence, need)
+        if need + self._owed(self.sequences) > self.tables.pool.num_free:
             return Wait(f"{need} blocks are needed beside what others will take; {self.tables.pool.num_free} are free", need)
         return found
 
     def _may_share(self, sequence: Sequence) -> bool:
         return sequence.request.params.prompt_logprobs is None
 
-    def _owed(self, without: Iterable[Sequence] = ()) -> int:
+    def _owed(self, running: Iterable[Sequence]) -> int:
         """Hysteresis: a sequence enters when its tokens fit beside what the running ones still have to prefill, with one block
-        of each group left for each of those that will grow beyond it, so that it is not preempted again at once."""
-        gone = set(map(id, without))
-        running = (s for s in self.sequences if id(s) not in gone)
+        of each group left for each of them and for itself that will grow beyond it, so that it is not preempted again at once."""
         return sum(map(self.tables.owed, running))
 
     def enter(self, sequence: Sequence, start: Found | Sequence, step: Step) -> None:
@@ -252,28 +265,39 @@ class Running:
             step.entries.append(Entry(lane, s.request, s.index, tuple(sequence.tokens), s.max_len, s.mask))
 
     def displace(self, now: float) -> None:
-        """Preempts running sequences for more urgent ones that find no lane or no blocks, if that is enough for them."""
+        """Preempts running sequences for more urgent ones that find no lane or no blocks, or that their tenant's caps hold back: as
+        few as are enough, and none where all of them would not be."""
         if not self.entrance.may_displace(self.sequences):
             return
         held = self.entrance.held(self.sequences)
         for pool in POOLS:
-            head = self.entrance.queue.head(pool, now, held.tenants)
-            wait = None if head is None else self.start_of(head, held)
-            if head is None or not isinstance(wait, Wait):
-                continue
-            gone: list[Sequence] = []
-            lanes, blocks = len(self.lanes), self.tables.pool.num_free
-            for sequence in self.entrance.displaceable(head, self.sequences, held):
-                if lanes >= 1 and blocks >= wait.need + self._owed(gone):
-                    break
-                gone.append(sequence)
-                lanes += 1
-                blocks += sum(not self.tables.pool.is_shared(block) for block in sequence.held)
-            if lanes >= 1 and blocks >= wait.need + self._owed(gone):
+            for first in self.entrance.firsts(pool, now, held):
+                gone = self._in_its_way(first, held, now)
                 for sequence in gone:
                     if sequence.lane >= 0:  # beams go together
-                        self._preempt(sequence, head)
-                held = self.entrance.held(self.sequences)
+                        self._preempt(sequence, first)
+                held = self.entrance.held(self.sequences) if gone else held
+
+    def _in_its_way(self, first: Sequence, held: Holdings, now: float) -> list[Sequence]:
+        """Running sequences that must leave, and may be made to, for the waiting one to start."""
+        may_go = list(self.entrance.displaceable(first, self.sequences, held))
+        start = self.start_of(first, held) if may_go else None
+        need = start.need if isinstance(start, Wait) else 0
+
+        def enough(count: int) -> bool:
+            orders = {s.order for s in may_go[:count]}
+            searches = {s.request.id for s in may_go[:count]} & self._beams.keys()
+            gone = [s for s in self.sequences if s.order in orders or s.request.id in searches]
+            rest = [s for s in self.sequences if s.order not in orders and s.request.id not in searches]
+            then = self.entrance.held(rest)
+            lanes = self.entrance.num_lanes - sum(own.rows for own in then.pools.values())
+            blocks = self.tables.pool.num_free + sum(not self.tables.pool.is_shared(b) for s in gone for b in s.held)
+            fits = lanes >= self.entrance.lanes(first) and blocks >= need + self._owed(rest)
+            return fits and self.entrance.may_start(first, need, then, now, gone)
+
+        if not may_go or not enough(len(may_go)):
+            return []
+        return may_go[: bisect_left(range(len(may_go)), True, key=enough)]
 
     def _preempt(self, sequence: Sequence, by: Sequence) -> None:
         """The sequence, with the other beams of its request, gives back all it holds and waits again, where it stood: to be

@@ -111,8 +111,13 @@ class BlockTables:
     def grows(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks the sequence takes next, beyond what its first num_tokens tokens need; 0 where it will take none."""
         held = max(len(sequence.blocks[0]), self.blocks_for(num_tokens))
-        more = not sequence.reserved and self.blocks_for(sequence.max_len - 1) > held
+        more = self.reserve == "paged" and self.blocks_for(sequence.max_len - 1) > held
         return len(self.windows) if more else 0
+
+    def grows_after(self, sequence: Sequence, need: int) -> int:
+        """Blocks that a sequence which needs so many to start takes next; no more than it can hold."""
+        most = self.need(sequence.prompt_len, sequence.max_len)
+        return max(0, min(self.grows(sequence, len(sequence.tokens)), most - need))
 
     def owed(self, sequence: Sequence) -> int:
         """Blocks that a running sequence will take for the tokens it has, and beyond them next."""
