@@ -17,9 +17,8 @@ def count(stats: Stats, plan: Plan, running: list[Sequence], tables: BlockTables
     stats.slots_held = (pool.capacity - free) * size
     stats.slot_steps.external += free * size * steps
     stats.waste = stats.lookahead = worst = 0
-    slots = tables.slots
     for s in running:
-        held, tokens = slots(s)
+        held, tokens = slots(s, tables)
         s.steps_held[held] = s.steps_held.get(held, 0) + steps
         s.token_steps += tokens * steps
         waste = held - tokens
@@ -30,3 +29,17 @@ def count(stats: Stats, plan: Plan, running: list[Sequence], tables: BlockTables
     stats.worst_waste = max(stats.worst_waste, worst // len(tables.windows))
     assert stats.worst_waste < size, f"a sequence holds {stats.worst_waste} slots more than its tokens; blocks have {size}"
     stats.peak_blocks = max(stats.peak_blocks, pool.capacity - free)
+
+
+def slots(sequence: Sequence, tables: BlockTables) -> tuple[int, int]:
+    """(held, with tokens in them), over all groups."""
+    size = tables.size
+    if not tables.windowed:
+        groups = len(tables.windows)
+        return groups * len(sequence.blocks[0]) * size, groups * sequence.num_scheduled
+    held, tokens = 0, 0
+    for blocks, window in zip(sequence.blocks, tables.windows, strict=True):
+        gone = 0 if window is None else blocks.count(0) * size
+        held += len(blocks) * size - gone
+        tokens += sequence.num_scheduled - gone
+    return held, tokens

@@ -135,6 +135,10 @@ class Entrance:
         if self._counts_tenants:
             self.tenants.computed(sequence.key, sequence.num_scheduled, now)
 
+    def found(self, sequence: Sequence, now: float) -> None:
+        if self._counts_tenants:
+            self.tenants.found(sequence.key, sequence.num_scheduled, now)
+
     def generated(self, sequence: Sequence, tokens: int, now: float) -> None:
         if self._counts_tenants:
             self.tenants.generated(sequence.key, tokens, now)

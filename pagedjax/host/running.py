@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from pagedjax.host.beams import BeamSearch
 from pagedjax.host.entrance import Entrance, Holdings
+from pagedjax.host.following import Lead, computed_by_others, lead_of
 from pagedjax.host.found import Found
 from pagedjax.host.plan import Entry, Row
 from pagedjax.host.pools import POOLS
@@ -19,10 +20,11 @@ Preemption = Literal["auto", "recompute", "swap"]
 
 
 class Wait(NamedTuple):
-    """Why a sequence does not start yet, and how many blocks it would need."""
+    """Why a sequence does not start yet, how many blocks it would need, and who computes meanwhile what it waits for."""
 
     reason: str
     need: int = 0
+    lead: Lead | None = None
 
 
 @dataclass
@@ -137,6 +139,7 @@ class Running:
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
         if start < sequence.prompt_len:
             self.entrance.computed(sequence, step.now)
+            self.tables.publish(sequence, sequence.num_scheduled)
         mask = sequence.mask if steps else None
         key = request.id, sequence.index, sequence.epoch
         row = Row(*key, sequence.lane, start, count, tokens, sequence.table, steps, mask, targets)
@@ -146,19 +149,48 @@ class Running:
         else:
             step.rows.append(row)
 
-    def prefill(self, sequence: Sequence, step: Step) -> None:
-        """Schedules a chunk of the sequence's known tokens."""
+    def advance(self, sequence: Sequence, step: Step) -> None:
+        """Schedules a chunk of what the sequence has to compute. Where another one is computing the same, its turn is the other's,
+        as far as the two have the same."""
+        while step.budget > 0 and sequence.lane >= 0:
+            lead = None
+            if self._may_share(sequence) and sequence.order not in step.at:
+                self._take_over(sequence, step)
+                lead = lead_of(sequence, sequence.num_scheduled, self.sequences, self.tables)
+            if lead is None:
+                self.prefill(sequence, step)
+                return
+            if not self.prefill(lead.leader, step, lead.until):
+                return
+
+    def _take_over(self, sequence: Sequence, step: Step) -> None:
+        """The sequence goes on behind what others have computed of its tokens since it started."""
+        found = computed_by_others(sequence, self.tables)
+        if found is None:
+            return
+        start, end = sequence.num_scheduled, found.num_tokens
+        self.tables.take_over(sequence, found)
+        sequence.num_scheduled = sequence.num_committed = end
+        sequence.cached += max(0, min(end, sequence.prompt_len) - max(start, sequence.highest))
+        sequence.highest = max(sequence.highest, end)
+        self.stats.cached_tokens += end - start
+        self.entrance.found(sequence, step.now)
+        self.trace.note(*sequence.key, step.now, "found", start=start, tokens=end - start)
+
+    def prefill(self, sequence: Sequence, step: Step, until: int | None = None) -> bool:
+        """Schedules a chunk of the sequence's known tokens, none from position `until` on; whether there was room for any."""
         left = len(sequence.tokens) - sequence.num_scheduled
-        count = min(left, step.budget)
+        count = min(left if until is None else until - sequence.num_scheduled, step.budget)
         if not self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False):
             count = min(count, self.tables.room(sequence, self._free_for(sequence)))
             if count <= 0:
-                return
+                return False
             self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False)
         self.trace.note(*sequence.key, step.now, "chunk", start=sequence.num_scheduled, tokens=count)
         self._row(sequence, count, 1 if count == left else 0, step)
         step.budget -= count
         self.tables.publish(sequence, sequence.num_scheduled)
+        return True
 
     def _grow(self, sequence: Sequence, num_tokens: int, step: Step, *, may_yield: bool) -> bool:
         """Gives the sequence blocks for its first num_tokens positions, preempting those that come after it by the policy (never
@@ -205,6 +237,9 @@ class Running:
             known = sequence.behind * self.tables.size if sequence.places else len(sequence.tokens) - 1
             found = self.tables.find(sequence, known if self._may_share(sequence) else 0)
             need = self.tables.to_start(sequence, found, len(sequence.tokens))
+            lead = lead_of(sequence, found.num_tokens, self.sequences, self.tables) if self._may_share(sequence) else None
+            if lead is not None:
+                return Wait(f"request {lead.leader.request.id} computes what they share", need, lead)
             if sequence.places and need > self.tables.pool.capacity:
                 self.tables.drop_places(sequence)  # beside the blocks of a window that it would find again: to be computed again
         lanes = self.entrance.lanes(sequence)

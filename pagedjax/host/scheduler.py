@@ -177,7 +177,7 @@ class Scheduler:
                 self._let_in(pool, step, before=self.entrance.turn(begun[0]))
             for sequence in begun:
                 if step.budget > 0 and sequence.lane >= 0:
-                    self._runs.prefill(sequence, step)
+                    self._runs.advance(sequence, step)
             if self.stats.preemptions == preemptions:
                 self._let_in(pool, step)
         if not step.rows:
@@ -320,7 +320,6 @@ class Scheduler:
         queue, held = self.entrance.queue, None
         while queue.count(pool) and step.budget > 0:
             held = held or self.entrance.held(self.running)
-            # A prefix that is still being prefilled takes the whole budget: who shares it comes after its last chunk.
             sequence = queue.head(pool, step.now, held.tenants)
             for other, reason in queue.passed_over(pool):
                 self.trace.waits(*other.key, step.now, reason)
@@ -336,7 +335,10 @@ class Scheduler:
             start = self._runs.start_of(sequence, held, step)
             if isinstance(start, Wait):
                 self.trace.waits(*sequence.key, step.now, start.reason)
-                return  # nobody passes the head
+                if start.lead is None or not self._runs.prefill(start.lead.leader, step, start.lead.until):
+                    return  # nobody passes the head
+                held = None
+                continue  # its turn was the leader's; it may enter, once that has computed what they share
             queue.remove(sequence)
             self._runs.enter(sequence, start, step)
             self._runs.prefill(sequence, step)

@@ -192,30 +192,19 @@ class BlockTables:
             prompt = sequence.blocks[group][start : min(end, sequence.named, sequence.prompt_len // self.size)]
             self.pool.retain(filter(None, prompt), service.retention, service.retention_seconds)
 
-    def slots(self, sequence: Sequence) -> tuple[int, int]:
-        """(held, with tokens in them), over all groups."""
-        if not self.windowed:
-            groups = len(self.windows)
-            return groups * len(sequence.blocks[0]) * self.size, groups * sequence.num_scheduled
-        held, tokens = 0, 0
-        for blocks, window in zip(sequence.blocks, self.windows, strict=True):
-            gone = 0 if window is None else blocks.count(0) * self.size
-            held += len(blocks) * self.size - gone
-            tokens += sequence.num_scheduled - gone
-        return held, tokens
-
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def find(self, sequence: Sequence, num_tokens: int) -> Found:
-        """The longest beginning of the sequence's first num_tokens tokens that is in the pool or in host memory."""
+    def find(self, sequence: Sequence, num_tokens: int, *, in_pool: bool = False) -> Found:
+        """The longest beginning of the sequence's first num_tokens tokens that is in the pool or in host memory; in_pool: only
+        there."""
         if self.cache is None:
             return Found(0, [[] for _ in self.windows])
         rows = []
         for group, window in enumerate(self.windows):
             row: list[int] = []
-            for key, content in self._hashes(sequence, group, num_tokens // self.size):
+            for key, content in self.hashes(sequence, group, num_tokens // self.size):
                 block = self.cache.get(key, content)
-                if not block and self.tier is not None:
+                if not block and self.tier is not None and not in_pool:
                     block = -self.tier.get(key, content)
                 if not block and window is None:
                     break
@@ -265,6 +254,17 @@ class BlockTables:
             sequence.table[group, : len(own)] = own
         self.publish(sequence, found.num_tokens)
 
+    def take_over(self, sequence: Sequence, found: Found) -> None:
+        """A sequence in the middle of its prompt holds, in place of its own blocks, what was found in the pool, which is more."""
+        for blocks in found.blocks:
+            self.pool.share(filter(None, blocks))
+        for group, (own, blocks) in enumerate(zip(sequence.blocks, found.blocks, strict=True)):
+            self.pool.release(filter(None, reversed(own)))
+            own[:] = blocks
+            sequence.table[group, : len(own)] = own
+        sequence.borrowed = sum(self.pool.is_shared(block) for block in sequence.held)
+        self.publish(sequence, found.num_tokens)
+
     def _bring_back(self, place: int) -> int:
         (block,) = self._allocate(1)
         self._moves.swap_in.append(Swap(block, place))
@@ -294,7 +294,7 @@ class BlockTables:
 
     # --- naming -----------------------------------------------------------------------------------------------------
 
-    def _hashes(self, sequence: Sequence, group: int, count: int) -> list[tuple[bytes, Content]]:
+    def hashes(self, sequence: Sequence, group: int, count: int) -> list[tuple[bytes, Content]]:
         """(key, content) of the sequence's first `count` blocks; what was hashed once is kept. Groups have keys of their own."""
         known = sequence.hashes[group]
         if self.cache is not None and len(known) < count:
@@ -307,7 +307,7 @@ class BlockTables:
         count = min(end, len(sequence.tokens)) // self.size
         if self.cache is not None and sequence.named < count:
             for group, blocks in enumerate(sequence.blocks):
-                for i, (key, content) in enumerate(self._hashes(sequence, group, count)):
+                for i, (key, content) in enumerate(self.hashes(sequence, group, count)):
                     if i >= sequence.named and blocks[i]:
                         new = self.cache.publish(key, content, blocks[i])
                         if new and self.log is not None and group == self.log.group:

@@ -125,6 +125,14 @@ class Tenants:
             self._charge(account.flow, (end - account.done) * self.costs.input, 0, now)
             account.done = end
 
+    def found(self, key: Hashable, end: int, now: float) -> None:
+        """The prompt is there up to position `end`, as others have computed it meanwhile: as if it had been cached."""
+        account = self._accounts.get(key)
+        end = min(end, account.prompt) if account is not None else 0
+        if account is not None and end > account.done:
+            self._charge(account.flow, (end - account.done) * self.costs.cached, account.done - end, now)
+            account.done = end
+
     def generated(self, key: Hashable, tokens: int, now: float) -> None:
         """The sequence got so many new tokens. Nothing is charged to one that was never admitted here: it started before anybody
         named a tenant."""

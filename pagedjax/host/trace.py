@@ -12,7 +12,7 @@ class Decision:
 
     time: float
     index: int
-    what: str  # queued, waits, admitted, chunk, preempted, resumed, forked, finished
+    what: str  # queued, waits, admitted, chunk, found, preempted, resumed, dropped, finished
     why: dict[str, Any]
 
 
