@@ -1,6 +1,6 @@
 """The way in: who may wait, who is next, who gives way. One waiting queue with its tenants, pools, bounds and measured rates."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -183,13 +183,13 @@ class Entrance:
 
     def may_start(self, sequence: Sequence, need: int, held: Holdings, now: float, gone: Iterable[Sequence]) -> bool:
         """Whether its tenant and its pool let the waiting sequence start once these are gone and the others hold so much."""
-        tenant = sequence.request.service.tenant
-        whole = Held(self.lanes(sequence), self._whole(sequence))
-        capped = self.tenants.may_start(tenant, now, held.tenants.get(tenant, Held()), whole)
-        return capped is None and self.held_by_pool(sequence, need, held, gone) is None
+        over = self.tenants.seconds_over(sequence.request.service.tenant, now) > 0
+        return not over and self.capped(sequence, held) is None and self.held_by_pool(sequence, need, held, gone) is None
 
     def held_by_pool(self, sequence: Sequence, need: int, held: Holdings, gone: Iterable[Sequence] = ()) -> str | None:
-        """Why the next sequence must wait for its pool's sake; `gone` wait then, too."""
+        """Why the next sequence must wait for its pool's sake; `gone` wait then, too. A beam whose search has lanes need not."""
+        if not self.lanes(sequence):
+            return None
         pool = sequence.request.service.pool
         other = self.queue.peek("batch" if pool == "interactive" else "interactive")
         other = other or next((s for s in gone if s.request.service.pool != pool), None)
@@ -205,8 +205,31 @@ class Entrance:
         )
 
     def _whole(self, sequence: Sequence) -> int:
-        """Blocks that it holds at most until its known tokens are computed, as if none were shared."""
-        return self.tables.most(len(sequence.tokens))
+        """Blocks that it, and who starts with it, hold at most until their known tokens are computed, as if none were shared."""
+        return sum(self.tables.most(len(s.tokens)) for s in (sequence, *self.companions(sequence)))
+
+    def companions(self, sequence: Sequence) -> list[Sequence]:
+        """Who must start with a waiting sequence: beams take a row together, so that one without the others is of no use."""
+        search = self._beams.get(sequence.request.id)
+        return [] if search is None or search.lanes else [beam for beam in search.live if beam is not sequence]
+
+    def owed(self, running: Collection[Sequence], entering: Sequence | None = None) -> int:
+        """Blocks that the running sequences are about to take, and those of their beams that are still to enter."""
+        searches = {s.request.id for s in running} & self._beams.keys() if self._beams else ()
+        beams = (beam for name in searches for beam in self._beams[name].outside if beam is not entering)
+        return sum(map(self.tables.owed, running)) + sum(self.tables.most(len(beam.tokens)) for beam in beams)
+
+    def outside(self, pool: str) -> Sequence | None:
+        """A beam that waits while others of its search hold their lanes: it goes before all that wait in the pool."""
+        searches = (search for search in self._beams.values() if search.request.service.pool == pool)
+        return next((beam for search in searches for beam in search.outside), None)
+
+    def capped(self, sequence: Sequence, held: Holdings) -> str | None:
+        """Why its tenant's caps do not let the waiting sequence start."""
+        tenant = sequence.request.service.tenant
+        lanes = self.lanes(sequence)
+        need = Held(lanes, self._whole(sequence)) if lanes else Held()  # the blocks of a beam outside are owed to it, and held
+        return self.tenants.capped(tenant, held.tenants.get(tenant, Held()), need)
 
     def held(self, running: list[Sequence]) -> Holdings:
         """Holdings, where what a capped tenant's sequences are about to take is theirs already: who enters beside them must not
@@ -214,8 +237,8 @@ class Entrance:
         found = holdings(running)
         for tenant, (rows, blocks) in found.tenants.items():
             if self.tenants.limits(tenant).max_blocks is not None:
-                owed = sum(self.tables.owed(s) for s in running if s.request.service.tenant == tenant)
-                found.tenants[tenant] = Held(rows, blocks + owed)
+                own = [s for s in running if s.request.service.tenant == tenant]
+                found.tenants[tenant] = Held(rows, blocks + self.owed(own))
         return found
 
     def cap_left(self, sequence: Sequence, running: list[Sequence]) -> int | None:

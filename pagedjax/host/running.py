@@ -2,7 +2,7 @@
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -253,17 +253,15 @@ class Running:
         if not self.tables.pool.fits(need):
             return Wait(f"{need} blocks are needed; {self.tables.pool.num_free} are free", need)
         need += self.tables.grows_after(sequence, need)
-        if need + self._owed(self.sequences) > self.tables.pool.num_free:
+        need += sum(self.tables.most(len(s.tokens)) for s in self.entrance.companions(sequence))
+        # Hysteresis: its tokens, and one block of each group more where it will grow, fit beside what the running ones have still to
+        # compute, and one more for each of those, so that it is not preempted again at once.
+        if need + self.entrance.owed(self.sequences, sequence) > self.tables.pool.num_free:
             return Wait(f"{need} blocks are needed beside what others will take; {self.tables.pool.num_free} are free", need)
         return found
 
     def _may_share(self, sequence: Sequence) -> bool:
         return sequence.request.params.prompt_logprobs is None
-
-    def _owed(self, running: Iterable[Sequence]) -> int:
-        """Hysteresis: a sequence enters when its tokens fit beside what the running ones still have to prefill, with one block
-        of each group left for each of them and for itself that will grow beyond it, so that it is not preempted again at once."""
-        return sum(map(self.tables.owed, running))
 
     def enter(self, sequence: Sequence, start: Found | Sequence, step: Step) -> None:
         search = self._beams.get(sequence.request.id)
@@ -327,7 +325,7 @@ class Running:
             then = self.entrance.held(rest)
             lanes = self.entrance.num_lanes - sum(own.rows for own in then.pools.values())
             blocks = self.tables.pool.num_free + sum(not self.tables.pool.is_shared(b) for s in gone for b in s.held)
-            fits = lanes >= self.entrance.lanes(first) and blocks >= need + self._owed(rest)
+            fits = lanes >= self.entrance.lanes(first) and blocks >= need + self.entrance.owed(rest, first)
             return fits and self.entrance.may_start(first, need, then, now, gone)
 
         if not may_go or not enough(len(may_go)):

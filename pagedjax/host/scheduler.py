@@ -320,7 +320,8 @@ class Scheduler:
         queue, held = self.entrance.queue, None
         while queue.count(pool) and step.budget > 0:
             held = held or self.entrance.held(self.running)
-            sequence = queue.head(pool, step.now, held.tenants)
+            beam = self.entrance.outside(pool)
+            sequence = beam or queue.head(pool, step.now, held.tenants)
             for other, reason in queue.passed_over(pool):
                 self.trace.waits(*other.key, step.now, reason)
             if sequence is None or before is not None and self.entrance.turn(sequence) >= before:
@@ -333,6 +334,8 @@ class Scheduler:
                 self._drop(sequence.request.id, late, step.now)
                 continue
             start = self._runs.start_of(sequence, held, step)
+            if beam is not None and (capped := self.entrance.capped(beam, held)):
+                start = Wait(capped)
             if isinstance(start, Wait):
                 self.trace.waits(*sequence.key, step.now, start.reason)
                 if start.lead is None or not self._runs.prefill(start.lead.leader, step, start.lead.until):

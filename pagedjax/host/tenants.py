@@ -148,14 +148,19 @@ class Tenants:
 
     def may_start(self, tenant: str, now: float, held: Held, need: Held) -> str | None:
         """Why the tenant, whose running sequences hold so much, may not start one that needs `need` more; None if it may."""
+        seconds = self.seconds_over(tenant, now)
+        if seconds > 0:
+            rate = self.limits(tenant).tokens_per_minute
+            return f"tenant {tenant!r} has used its {rate} tokens per minute; it may start in {seconds:.1f} s"
+        return self.capped(tenant, held, need)
+
+    def capped(self, tenant: str, held: Held, need: Held) -> str | None:
+        """Why its caps do not let it."""
         limits = self.limits(tenant)
         if limits.max_rows is not None and held.rows + need.rows > limits.max_rows:
             return f"tenant {tenant!r} may run {limits.max_rows} rows; it runs {held.rows} and needs {need.rows} more"
         if limits.max_blocks is not None and held.blocks + need.blocks > limits.max_blocks:
             return f"tenant {tenant!r} may hold {limits.max_blocks} blocks; it has {held.blocks} and needs {need.blocks} more"
-        seconds = self.seconds_over(tenant, now)
-        if seconds > 0:
-            return f"tenant {tenant!r} has used its {limits.tokens_per_minute} tokens per minute; it may start in {seconds:.1f} s"
         return None
 
     def seconds_over(self, tenant: str, now: float) -> float:
