@@ -44,7 +44,7 @@ def test_a_shared_prefix_is_computed_once(prefix: int, suffix: int, at_once: boo
     assert scheduler.stats.cached_tokens == (count - 1) * shared
 
 
-@pytest.mark.parametrize(("caching", "batch", "at_once"), [(True, 0, 11), (True, 1, 11), (False, 0, 5)])
+@pytest.mark.parametrize(("caching", "batch", "at_once"), [(True, 0, 11), (True, 1, 11), (False, 0, 4)])
 def test_as_many_run_at_once_as_fit_with_what_they_share(caching: bool, batch: int, at_once: int) -> None:
     """60 blocks: 10 of the prefix, and 4 more for each. A shared block counts once, also against the share that interactive work
     has while batch work waits."""
