@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pagedjax.errors import QueueFull, check
 from pagedjax.host.admission import AdmissionLimits, Load, Rates, admit, missed, output_left
 from pagedjax.host.beams import BeamSearch
-from pagedjax.host.policy import PolicyOptions, Waiting, displaceable, priority, rank, victim
+from pagedjax.host.policy import PolicyOptions, Waiting, displaceable, rank, urgency, victim
 from pagedjax.host.pools import POOLS, Held, PoolShares, batch_over, may_enter
 from pagedjax.host.request import Request
 from pagedjax.host.sequence import Sequence
@@ -39,17 +39,23 @@ class Holdings(NamedTuple):
 
 
 def holdings(running: Iterable[Sequence]) -> Holdings:
-    tenants: dict[str, Held] = {}
-    pools: dict[str, Held] = dict.fromkeys(POOLS, Held())
+    flows: dict[tuple[str, str], list[int]] = {}  # by tenant and pool: lanes, blocks, and blocks that were added to those in use
     searches: set[str] = set()  # which hold the lanes of all their beams while any runs
     for s in running:
-        service, lanes = s.request.service, 1
-        if beams := s.request.params.beam_width:
-            lanes = 0 if s.request.id in searches else beams
-            searches.add(s.request.id)
-        for table, name, blocks in ((tenants, service.tenant, s.num_held), (pools, service.pool, s.num_added)):
+        request, lanes = s.request, 1
+        if beams := request.params.beam_width:
+            lanes = 0 if request.id in searches else beams
+            searches.add(request.id)
+        own, blocks = flows.setdefault((request.service.tenant, request.service.pool), [0, 0, 0]), s.num_held
+        own[0] += lanes
+        own[1] += blocks
+        own[2] += max(0, blocks - s.borrowed)
+    tenants: dict[str, Held] = {}
+    pools: dict[str, Held] = dict.fromkeys(POOLS, Held())
+    for (tenant, pool), (lanes, blocks, added) in flows.items():
+        for table, name, more in ((tenants, tenant, blocks), (pools, pool, added)):
             rows, held = table.get(name, Held())
-            table[name] = Held(rows + lanes, held + blocks)
+            table[name] = Held(rows + lanes, held + more)
     return Holdings(tenants, pools)
 
 
@@ -164,8 +170,11 @@ class Entrance:
         """Sequences of one pool compute their prompts in this order, whether they have begun or not, equals as they came: tenants
         that got less first, of a tenant what is more urgent by priority. So an enormous prompt holds up nobody but its own."""
         service = sequence.request.service
-        urgency = priority(self.queue.view(sequence), self.rules.options) if self.rules.policy == "priority" else 0.0
-        return self.tenants.counter(service.pool, service.tenant), urgency
+        urgent = self._urgency(sequence) if self.rules.policy == "priority" else 0.0
+        return self.tenants.counter(service.pool, service.tenant), urgent
+
+    def _urgency(self, sequence: Sequence) -> float:
+        return urgency(sequence.request.service.priority, sequence.arrival, self.rules.options)
 
     def late(self, sequence: Sequence, now: float) -> str | None:
         """Why the waiting sequence's deadline cannot be met."""
@@ -235,10 +244,13 @@ class Entrance:
         """Holdings, where what a capped tenant's sequences are about to take is theirs already: who enters beside them must not
         have to leave at once."""
         found = holdings(running)
-        for tenant, (rows, blocks) in found.tenants.items():
-            if self.tenants.limits(tenant).max_blocks is not None:
-                own = [s for s in running if s.request.service.tenant == tenant]
-                found.tenants[tenant] = Held(rows, blocks + self.owed(own))
+        if self.caps_blocks:
+            own: dict[str, list[Sequence]] = {}
+            for s in running:
+                own.setdefault(s.request.service.tenant, []).append(s)
+            for tenant, (rows, blocks) in found.tenants.items():
+                if self.tenants.limits(tenant).max_blocks is not None:
+                    found.tenants[tenant] = Held(rows, blocks + self.owed(own[tenant]))
         return found
 
     def cap_left(self, sequence: Sequence, running: list[Sequence]) -> int | None:
@@ -260,12 +272,18 @@ class Entrance:
 
     def displaceable(self, first: Sequence, running: Iterable[Sequence], held: Holdings) -> Iterator[Sequence]:
         """Running sequences that make room for `first`, the next to enter; first to go first."""
-        by_order = {s.order: s for s in running}
+        batch, mine = held.pools["batch"], first.request.service
+        over, by_priority = mine.pool == "interactive" and self._batch_over(batch), self.rules.policy == "priority"
+        behind = self._urgency(first) + self.rules.options.hysteresis
+
+        def may(s: Sequence) -> bool:  # a view of each that runs would take long
+            other = s.request.service
+            own = by_priority and other.pool == mine.pool and other.tenant == mine.tenant and self._urgency(s) >= behind
+            return own or over and other.pool == "batch"
+
+        by_order = {s.order: s for s in running if may(s)}
         views = [self.queue.view(s) for s in by_order.values()]
-        batch = held.pools["batch"]
-        found = displaceable(
-            self.queue.view(first), views, self.rules.policy, self.rules.options, batch_over=self._batch_over(batch)
-        )
+        found = displaceable(self.queue.view(first), views, self.rules.policy, self.rules.options, batch_over=over)
         for sequence in (by_order[v.order] for v in found):
             if sequence.request.service.pool != first.request.service.pool:
                 if not self._batch_over(batch):

@@ -89,8 +89,13 @@ def first_come(waiting: Waiting, options: PolicyOptions) -> float:
     return waiting.arrival
 
 
+def urgency(priority: int, arrival: float, options: PolicyOptions) -> float:
+    """What `priority` goes by; the smaller, the more urgent."""
+    return priority + arrival / options.aging
+
+
 def priority(waiting: Waiting, options: PolicyOptions) -> float:
-    return waiting.priority + waiting.arrival / options.aging
+    return urgency(waiting.priority, waiting.arrival, options)
 
 
 def longest_prefix(waiting: Waiting, options: PolicyOptions) -> float:

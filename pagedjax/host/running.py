@@ -87,14 +87,16 @@ class Running:
                 step.budget -= 1
 
     def _in_turn(self) -> list[Sequence]:
-        """The running sequences; where blocks are too few, those first who keep theirs, since nobody is preempted for whom the plan
-        has a row."""
+        """The running sequences; where blocks are too few, those that need one come first, by the policy, since nobody is preempted
+        for whom the plan has a row."""
         tables, running = self.tables, self.sequences
         free = tables.pool.num_free
         if free < 2 * len(running) * len(tables.windows) or self.entrance.caps_blocks:
-            need = sum(tables.missing(s, s.num_scheduled + 1) for s in running if not tables.covers(s, s.num_scheduled + 1))
-            if need > free or need and self.entrance.caps_blocks:
-                return sorted(running, key=self.entrance.place)
+            needing = [s for s in running if not tables.covers(s, s.num_scheduled + 1)]
+            short = sum(tables.missing(s, s.num_scheduled + 1) for s in needing) > free
+            if short or needing and self.entrance.caps_blocks:
+                orders = {s.order for s in needing}
+                return sorted(needing, key=self.entrance.place) + [s for s in running if s.order not in orders]
         return list(running)
 
     def _decode_beams(self, search: BeamSearch, step: Step) -> None:
@@ -254,8 +256,8 @@ class Running:
             return Wait(f"{need} blocks are needed; {self.tables.pool.num_free} are free", need)
         need += self.tables.grows_after(sequence, need)
         need += sum(self.tables.most(len(s.tokens)) for s in self.entrance.companions(sequence))
-        # Hysteresis: its tokens, and one block of each group more where it will grow, fit beside what the running ones have still to
-        # compute, and one more for each of those, so that it is not preempted again at once.
+        # Hysteresis: its tokens, and one block of each group more where it will grow, must fit beside what the running ones will
+        # still compute, and one more for each of those, so that it is not preempted again at once.
         if need + self.entrance.owed(self.sequences, sequence) > self.tables.pool.num_free:
             return Wait(f"{need} blocks are needed beside what others will take; {self.tables.pool.num_free} are free", need)
         return found

@@ -73,7 +73,10 @@ class Sequence:
     @property
     def num_held(self) -> int:
         """How many those are, counted faster."""
-        return sum(len(blocks) - blocks.count(0) for blocks in self.blocks)
+        held = 0
+        for blocks in self.blocks:
+            held += len(blocks) - blocks.count(0)
+        return held
 
     @property
     def num_added(self) -> int:

@@ -104,28 +104,25 @@ class BlockTables:
         """Blocks that must be free before the sequence can compute up to its first num_tokens tokens."""
         if sequence.reserved:
             return 0
-        want = self.blocks_for(num_tokens)
-        need = sum(max(0, want - len(blocks)) for blocks in sequence.blocks)
+        need = max(0, self.blocks_for(num_tokens) - len(sequence.blocks[0])) * len(self.windows)
         return need + len(list(self._others_tails(sequence))) if sequence.forked else need
 
-    def grows(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks the sequence takes next, beyond what its first num_tokens tokens need; 0 where it will take none."""
-        held = max(len(sequence.blocks[0]), self.blocks_for(num_tokens))
-        more = self.reserve == "paged" and self.blocks_for(sequence.max_len - 1) > held
-        return len(self.windows) if more else 0
-
     def grows_after(self, sequence: Sequence, need: int) -> int:
-        """Blocks that a sequence which needs so many to start takes next; no more than it can hold."""
+        """Blocks that a sequence which needs so many to start takes next; 0 where it will take none, or can hold no more."""
+        grows = self.reserve == "paged" and self.blocks_for(sequence.max_len - 1) > self.blocks_for(len(sequence.tokens))
         most = self.need(sequence.prompt_len, sequence.max_len)
-        return max(0, min(self.grows(sequence, len(sequence.tokens)), most - need))
+        return max(0, min(len(self.windows), most - need)) if grows else 0
 
     def owed(self, sequence: Sequence) -> int:
         """Blocks that a running sequence will take for the tokens it has, and beyond them next."""
-        length = sequence.length
-        need = self.missing(sequence, length) + self.grows(sequence, length)
-        if need <= len(self.windows) or not self.windowed:
-            return need
-        return min(need, max(0, self.most(length) - sequence.num_held) + len(self.windows))  # it gives blocks back on the way
+        if sequence.reserved:
+            return 0
+        held, groups = len(sequence.blocks[0]), len(self.windows)
+        known = max(held, self.blocks_for(sequence.length))
+        need = (known - held + (self.blocks_for(sequence.max_len - 1) > known)) * groups
+        if self.windowed and need > groups:  # it gives blocks back on the way
+            need = min(need, max(0, self.most(sequence.length) - sequence.num_held) + groups)
+        return need + len(list(self._others_tails(sequence))) if sequence.forked else need
 
     def room(self, sequence: Sequence, free: int) -> int:
         """Tokens it can compute next with the blocks that it holds and so many more."""
