@@ -159,10 +159,8 @@ class Running:
             if self._may_share(sequence) and sequence.order not in step.at:
                 self._take_over(sequence, step)
                 lead = lead_of(sequence, sequence.num_scheduled, self.sequences, self.tables)
-            if lead is None:
+            if lead is None or not self.prefill(lead.leader, step, lead.until):
                 self.prefill(sequence, step)
-                return
-            if not self.prefill(lead.leader, step, lead.until):
                 return
 
     def _take_over(self, sequence: Sequence, step: Step) -> None:
@@ -224,9 +222,11 @@ class Running:
 
     # --- who enters, and who leaves ---------------------------------------------------------------------------------
 
-    def start_of(self, sequence: Sequence, held: Holdings, step: Step | None = None) -> Found | Sequence | Wait:
+    def start_of(
+        self, sequence: Sequence, held: Holdings, step: Step | None = None, *, follows: bool = True
+    ) -> Found | Sequence | Wait:
         """What the waiting sequence can start from: blocks of the cache, a sample of the same request to be forked, or why it
-        has to wait. step: the plan it would be part of."""
+        has to wait. step: the plan it would be part of. follows: whether it waits for who computes the same."""
         first, prompt = self._live.get((sequence.request.id, 0)), sequence.prompt_len
         search = self._beams.get(sequence.request.id)
         forks = first is not None and first is not sequence and first.lane >= 0 and not sequence.highest and search is None
@@ -239,8 +239,8 @@ class Running:
             known = sequence.behind * self.tables.size if sequence.places else len(sequence.tokens) - 1
             found = self.tables.find(sequence, known if self._may_share(sequence) else 0)
             need = self.tables.to_start(sequence, found, len(sequence.tokens))
-            lead = lead_of(sequence, found.num_tokens, self.sequences, self.tables) if self._may_share(sequence) else None
-            if lead is not None:
+            lead = lead_of(sequence, found.num_tokens, self.sequences, self.tables)
+            if lead is not None and follows and self._may_share(sequence):
                 return Wait(f"request {lead.leader.request.id} computes what they share", need, lead)
             if sequence.places and need > self.tables.pool.capacity:
                 self.tables.drop_places(sequence)  # beside the blocks of a window that it would find again: to be computed again

@@ -336,12 +336,15 @@ class Scheduler:
             start = self._runs.start_of(sequence, held, step)
             if beam is not None and (capped := self.entrance.capped(beam, held)):
                 start = Wait(capped)
+            if isinstance(start, Wait) and start.lead is not None:  # its turn is the leader's
+                if self._runs.prefill(start.lead.leader, step, start.lead.until):
+                    self.trace.waits(*sequence.key, step.now, start.reason)
+                    held = None
+                    continue
+                start = self._runs.start_of(sequence, held, step, follows=False)  # that one finds no blocks
             if isinstance(start, Wait):
                 self.trace.waits(*sequence.key, step.now, start.reason)
-                if start.lead is None or not self._runs.prefill(start.lead.leader, step, start.lead.until):
-                    return  # nobody passes the head
-                held = None
-                continue  # its turn was the leader's; it may enter, once that has computed what they share
+                return  # nobody passes the head
             queue.remove(sequence)
             self._runs.enter(sequence, start, step)
             self._runs.prefill(sequence, step)

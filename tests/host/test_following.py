@@ -13,6 +13,7 @@ from pagedjax.host.plan import Plan
 from pagedjax.host.policy import PolicyOptions
 from pagedjax.host.request import Request, Service
 from pagedjax.host.scheduler import Scheduler
+from pagedjax.host.tenants import TenantLimits
 
 P = 4
 RULES = ServiceRules("priority", PolicyOptions(aging=1e6))
@@ -103,6 +104,26 @@ def test_a_leader_that_goes_leaves_what_it_computed() -> None:
     events = drive(scheduler, {0: made[:1], 1: made[1:]}, 1, each_step)
     assert [row.get("b") for row in rows[:4]] == [None, None, (32, 16), (48, 13)]
     assert tokens_of(events["b", 0]) == expected(made[1], 64)
+
+
+def test_nobody_waits_for_a_leader_that_finds_no_blocks() -> None:
+    """Its tenant may hold 17 blocks. When the leader needs its 13th another one of its own, which is more urgent, has 5: it stands
+    still, with 12, until it is preempted. Who shares its prompt, of another tenant, goes on by itself."""
+    rules = ServiceRules("priority", PolicyOptions(aging=1e6), tenants={"t": TenantLimits(max_blocks=17)})
+    scheduler = make_scheduler(100, service=rules, token_budget=5)
+    own = replace(make_request("own", [*range(60, 64)], 36), service=Service(tenant="t", priority=0))
+    leader = request("a", 52, [60], Service(tenant="t", priority=5))
+    other = request("b", 52, [61], Service(tenant="u"))
+    first: dict[str, int] = {}
+
+    def each_step(step: int, plan: Plan | None) -> None:
+        for row in plan.rows if plan else ():
+            if row.start + row.count > 48:
+                first.setdefault(row.request_id, step)
+
+    events = drive(scheduler, {0: [own, leader], 4: [other]}, 0, each_step)
+    assert all(tokens_of(events[r.id, 0]) == expected(r, 64) for r in (own, leader, other))
+    assert first["b"] == 13 < 36 <= first["a"]
 
 
 def test_what_others_computed_meanwhile_is_taken_over() -> None:
