@@ -13,7 +13,6 @@ from pagedjax.host.plan import Plan
 from pagedjax.host.policy import PolicyOptions
 from pagedjax.host.request import Request, Service
 from pagedjax.host.scheduler import Scheduler
-from pagedjax.host.tenants import TenantLimits
 
 P = 4
 RULES = ServiceRules("priority", PolicyOptions(aging=1e6))
@@ -106,24 +105,31 @@ def test_a_leader_that_goes_leaves_what_it_computed() -> None:
     assert tokens_of(events["b", 0]) == expected(made[1], 64)
 
 
-def test_nobody_waits_for_a_leader_that_finds_no_blocks() -> None:
-    """Its tenant may hold 17 blocks. When the leader needs its 13th another one of its own, which is more urgent, has 5: it stands
-    still, with 12, until it is preempted. Who shares its prompt, of another tenant, goes on by itself."""
-    rules = ServiceRules("priority", PolicyOptions(aging=1e6), tenants={"t": TenantLimits(max_blocks=17)})
-    scheduler = make_scheduler(100, service=rules, token_budget=5)
-    own = replace(make_request("own", [*range(60, 64)], 36), service=Service(tenant="t", priority=0))
-    leader = request("a", 52, [60], Service(tenant="t", priority=5))
-    other = request("b", 52, [61], Service(tenant="u"))
-    first: dict[str, int] = {}
+@pytest.mark.parametrize("later", [1, 4])
+def test_nobody_waits_for_a_leader_that_finds_no_blocks(later: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its tenant has what it may hold: it stands still at its 21st token. Who shares its prompt goes on by itself,
+    and helps it over that place."""
+    prefill, stands = running_module.Running.prefill, [True]
+
+    def stuck(self, sequence, step, until=None) -> bool:
+        if stands[0] and sequence.request.id == "a":
+            until = min(until or 20, 20)
+            return sequence.num_scheduled < until and prefill(self, sequence, step, until)
+        return prefill(self, sequence, step, until)
+
+    monkeypatch.setattr(running_module.Running, "prefill", stuck)
+    made = [request("a", 40, [60], HEAVY), request("b", 40, [61], LIGHT)]
+    ends: dict[str, int] = {}
 
     def each_step(step: int, plan: Plan | None) -> None:
+        stands[0] = step < 30
         for row in plan.rows if plan else ():
-            if row.start + row.count > 48:
-                first.setdefault(row.request_id, step)
+            if row.steps:
+                ends.setdefault(row.request_id, step)
 
-    events = drive(scheduler, {0: [own, leader], 4: [other]}, 0, each_step)
-    assert all(tokens_of(events[r.id, 0]) == expected(r, 64) for r in (own, leader, other))
-    assert first["b"] == 13 < 36 <= first["a"]
+    events = drive(make_scheduler(100), {0: made[:1], later: made[1:]}, 0, each_step)
+    assert ends["b"] <= later + 3 and ends["a"] <= later + 6
+    assert all(tokens_of(events[r.id, 0]) == expected(r, 64) for r in made)
 
 
 def test_what_others_computed_meanwhile_is_taken_over() -> None:
