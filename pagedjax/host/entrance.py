@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pagedjax.errors import QueueFull, check
-from pagedjax.host.admission import AdmissionLimits, Load, Rates, admit, missed, output_left
+from pagedjax.host.admission import AdmissionLimits, Left, Load, Rates, admit, missed
 from pagedjax.host.beams import BeamSearch
 from pagedjax.host.policy import PolicyOptions, Waiting, displaceable, rank, urgency, victim
 from pagedjax.host.pools import POOLS, Held, PoolShares, batch_over, may_enter
@@ -113,7 +113,9 @@ class Entrance:
         )
         return max_len
 
-    def admit(self, request: Request, first: Sequence, count: int, followers: int, running: list[Sequence], most: int) -> None:
+    def admit(
+        self, request: Request, first: Sequence, count: int, followers: int, running: list[Sequence], most: int, now: float
+    ) -> None:
         """Raises unless a request of `count` sequences like `first` may wait; at most `most` sequences wait, of which `followers`
         are not in the queue."""
         service, rules = request.service, self.rules
@@ -127,9 +129,29 @@ class Entrance:
                 return
         except QueueFull:
             pass  # said again below, with an estimate that knows the running sequences
-        load = load._replace(remaining=output_left(map(self.queue.view, running)))
+        barred = self.tenants.seconds_over(service.tenant, now)
+        load = self._found(load, first, seen, running)._replace(barred=barred)
         limit = None if pool == "batch" else rules.max_first_token
         admit(request.id, count, seen.prompt_left, load, replace(cheap, max_first_token=limit), self.rates)
+
+    def _found(self, load: Load, first: Sequence, seen: Waiting, running: list[Sequence]) -> Load:
+        """The load with what the running sequences have and will still take; those that would leave for `first` are gone."""
+        groups = len(self.tables.windows)
+        each = groups / self.tables.size  # blocks for a token
+        gone = {s.order for s in self.displaceable(first, running, self.held(running))}
+        left: list[Left] = []
+        free = float(self.tables.pool.num_free)
+        for s in running:
+            output = self.queue.view(s).output_left
+            if s.order in gone:
+                free += s.num_added
+            else:
+                more = groups + output * each / 2  # on average over the rest of its life, with what is kept free for it
+                left.append(Left(output, s.num_added + more))
+                free -= more
+        need, ahead = seen.prompt_left + seen.output_left / 2, load.ahead.tokens + load.ahead.output / 2
+        need_ahead = ahead * each + groups * load.ahead.sequences
+        return load._replace(running=tuple(left), free=free, need=need * each + groups, need_ahead=need_ahead)
 
     def entered(self, sequence: Sequence, cached: int, now: float) -> None:
         if self._counts_tenants:

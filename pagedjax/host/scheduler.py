@@ -100,7 +100,7 @@ class Scheduler:
         ]
         search = begin(request, sequences, max_len - prompt) if beams else None
         followers = sum(map(len, self._followers.values()))
-        self.entrance.admit(request, sequences[0], len(sequences), followers, self.running, self.max_queued)
+        self.entrance.admit(request, sequences[0], len(sequences), followers, self.running, self.max_queued, now)
         self.trace.begin(request.id)
         self.trace.note(request.id, 0, now, "queued", ahead=self.num_waiting, prompt=prompt)
         if search is not None:

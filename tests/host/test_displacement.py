@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_device import drive, expected, make_request, make_scheduler, tokens_of
+from fake_device import Device, drive, expected, make_request, make_scheduler, tokens_of
 
+from pagedjax.errors import QueueFull
+from pagedjax.host.admission import MARGIN
 from pagedjax.host.entrance import ServiceRules
 from pagedjax.host.plan import Plan
 from pagedjax.host.policy import PolicyOptions
@@ -109,3 +111,38 @@ def test_batch_work_keeps_what_it_owns(prompt: int, gone: int) -> None:
     batch = [served(f"b{i}", 13, 4, pool="batch") for i in range(4)]
     run(scheduler, {0: batch, 1: [served("large", prompt, 2)]})
     assert scheduler.stats.preemptions == gone
+
+
+@pytest.mark.parametrize(("pool", "taken"), [("batch", True), ("interactive", False)])
+def test_who_would_leave_is_nobody_to_wait_for(pool: str, taken: bool) -> None:
+    """All lanes are taken for 40 steps of 0.1 s, and a first token is due in 1 s: a request is refused, with the time to come back,
+    unless who runs is batch work beyond its own, which would leave at once."""
+    scheduler = make_scheduler(100, service=ServiceRules(max_first_token=1.0))
+    for i in range(4):
+        scheduler.add(served(f"r{i}", 4, 40, pool=pool))
+    device = Device(scheduler)
+    for _ in range(10):
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, device.run(plan), 0.1)
+    if taken:
+        scheduler.add(served("new", 4, 4))
+        plan = scheduler.schedule()
+        assert plan is not None and "new" in {row.request_id for row in plan.rows}
+    else:
+        with pytest.raises(QueueFull, match="the first token may take 1 s; 3.* s are predicted") as refused:
+            scheduler.add(served("new", 4, 4))
+        assert refused.value.retry_after == pytest.approx(MARGIN * 30 * 0.1 - 1, abs=0.5)
+
+
+def test_a_tenant_beyond_its_ceiling_is_refused_where_a_first_token_is_due() -> None:
+    rules = ServiceRules(max_first_token=1.0, tenants={"t": TenantLimits(tokens_per_minute=60)})
+    now = [0.0]
+    scheduler = make_scheduler(100, service=rules, clock=lambda: now[0])
+    for tokens in (8, 10, 12) * 5:
+        scheduler.entrance.rates.observe(tokens, 1, 0.1)
+    run(scheduler, {0: [served("first", 60, 3, tenant="t")]})
+    with pytest.raises(QueueFull, match="the first token may take 1 s; 4.* s are predicted") as refused:
+        scheduler.add(served("more", 9, 3, tenant="t"))
+    now[0] += refused.value.retry_after + 1e-6
+    scheduler.add(served("more", 9, 3, tenant="t"))
