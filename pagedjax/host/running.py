@@ -154,7 +154,7 @@ class Running:
     def advance(self, sequence: Sequence, step: Step) -> None:
         """Schedules a chunk of what the sequence has to compute. Where another one is computing the same, its turn is the other's,
         as far as the two have the same."""
-        while step.budget > 0 and sequence.lane >= 0:
+        while step.budget > 0 and sequence.lane >= 0 and sequence.length - sequence.num_scheduled > 1:
             lead = None
             if self._may_share(sequence) and sequence.order not in step.at:
                 self._take_over(sequence, step)

@@ -81,6 +81,14 @@ def test_the_turn_of_who_waits_is_the_leaders(first: Service, second: Service) -
     assert rows[4] == {"b": (40, 1), "a": (40, 15)}
 
 
+@pytest.mark.parametrize("second", [LIGHT, HEAVY, BATCH])
+def test_a_leader_may_be_done_in_the_turn_of_another(second: Service) -> None:
+    """All of its prompt is what they share, and the rest of the step's tokens is not for it."""
+    scheduler = make_scheduler(100)
+    arrivals = {0: [request("a", 40, [], HEAVY)], 1: [request("b", 40, [61, 62], second)]}
+    assert computed(scheduler, arrivals, 0) == 40 + 2
+
+
 def test_without_waiting_it_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     arrivals = {0: [request("a", 40, [60], BATCH)], 1: [request("b", 40, [61], CHAT)]}
