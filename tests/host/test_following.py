@@ -1,5 +1,6 @@
 """Whoever shares a prompt that is still being computed waits for it, whatever stands between the two: nothing is computed twice."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -55,8 +56,9 @@ def request(name: str, prefix: int, own: list[int], service: Service, max_tokens
 )
 def test_nothing_is_computed_twice(prefix: int, suffix: int, others, budget: int, delay: int, windows) -> None:
     """(p + s) + (N - 1)(s + p mod P) for any pools, tenants, urgencies and times of arrival, in a pool where nothing is given out
-    twice."""
-    scheduler = make_scheduler(400, num_lanes=8, token_budget=budget, service=RULES, windows=windows)
+    twice, and where nobody has to leave for what is more urgent."""
+    rules = ServiceRules("priority", PolicyOptions(aging=1e6, hysteresis=math.inf))
+    scheduler = make_scheduler(400, num_lanes=8, token_budget=budget, service=rules, windows=windows)
     arrivals: dict[int, list[Request]] = {}
     for i, (service, at) in enumerate(others):
         arrivals.setdefault(at, []).append(request(f"r{i}", prefix, [50 + i] * suffix, service))
