@@ -1,12 +1,16 @@
 """`pagedjax serve`: a model behind gRPC and HTTP."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pagedjax.commands.start import start
+from pagedjax.errors import UserError
 from pagedjax.flags import engine_config
 from serving.config import ServeConfig
+from serving.events import Observer
 from serving.frontend import Frontend
 from serving.http.app import open_http
 from serving.log import LOG, setup
@@ -19,7 +23,30 @@ def run(command: Any) -> int:
     config: ServeConfig = engine_config(command.serve, ServeConfig, "serve.")
     engine_config(command.engine)
     setup(config.log_format)
-    return asyncio.run(serve(config, command.model, lambda: start(command.model, command.engine), openers(config), ready=announce))
+    with tracing(config, command.model) as observers:
+        say = LOG.info if config.log_format == "json" else None  # so that every line is JSON
+        load = lambda: start(command.model, command.engine, say=say)
+        return asyncio.run(serve(config, command.model, load, openers(config), observers=observers, ready=announce))
+
+
+@contextlib.contextmanager
+def tracing(config: ServeConfig, model: str) -> Iterator[list[Observer]]:
+    """Whoever makes spans of requests, where that is asked for; at the end they are sent. Loaded by name: without the flag
+    nothing of it is imported. UserError where the extra is not installed."""
+    endpoint = config.otlp_traces_endpoint
+    if not endpoint:
+        yield []
+        return
+    try:
+        module = importlib.import_module("serving.spans")
+    except ModuleNotFoundError as error:
+        rule = "otlp_traces_endpoint must go with the extra otel (pip install 'pagedjax[otel]')"
+        raise UserError(f"{rule}; got {endpoint} and no module {error.name}") from error
+    spans = module.Spans(endpoint, config.served_model_name or model)
+    try:
+        yield [spans.observe]
+    finally:
+        spans.close()
 
 
 def openers(config: ServeConfig) -> list[Open]:

@@ -29,6 +29,12 @@ EXPRESSIONS = [
     "pagedjax:bucket_padding_ratio > 0",
     "sum by (state) (pagedjax:blocks)",
     "rate(process_cpu_seconds_total[1m])",
+    f"sum by (source) (rate(vllm:prompt_tokens_by_source_total{OF}[1m]))",
+    'vllm:time_to_first_token_seconds_bucket{le="1.0"} / ignoring (le) vllm:time_to_first_token_seconds_count',
+    'sum(rate(vllm:request_time_per_output_token_seconds_bucket{le="0.025"}[1m]))',
+    'max(vllm:engine_sleep_state{sleep_state="awake"}) == 1',
+    "sum by (handler) (rate(http_request_duration_seconds_sum[1m]) / (rate(http_request_duration_seconds_count[1m]) > 0))",
+    'sum by (status) (rate(http_requests_total{status="2xx"}[1m]))',
 ]
 
 

@@ -53,7 +53,8 @@ def process(cache: str, *args: str) -> Iterator[tuple[subprocess.Popen[str], Any
     try:
         address = None
         for line in server.stderr:
-            if found := re.search(r"ready: .* at ([^ \"]+)", line):
+            said = json.loads(line)["message"]  # each line is JSON, those of the start, too
+            if found := re.search(r"ready: .* at (\S+)", said):
                 address = found[1]
                 break
         assert address is not None, f"it ended with {server.wait()}"
