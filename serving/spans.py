@@ -46,8 +46,8 @@ class Spans:
 
     def observe(self, event: Event) -> None:
         match event:
-            case Refused(call=Call()):
-                self._refused(event, event.call)
+            case Refused(call=Call() as call):
+                self._refused(event, call)
             case Ended():
                 self._ended(event)
 

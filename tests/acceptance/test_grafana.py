@@ -35,8 +35,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def missing(ask: Ask, asked: list[str]) -> list[str]:
     """Those that have no answer, or none that is a number."""
-    answers = {expression: ask(expression) for expression in asked}
-    return [expression for expression, found in answers.items() if not found or found[0]["value"][1] == "NaN"]
+    return [expression for expression in asked if all(found["value"][1] == "NaN" for found in ask(expression))]
 
 
 @pytest.mark.parametrize("by_name", [False, True])
