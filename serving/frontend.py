@@ -21,7 +21,7 @@ from serving.errors import Refusal, refusal
 from serving.events import Accepted, Advanced, Ended, Event, Observer, Refused
 from serving.kv_events import KvFeed
 from serving.limits import check_params, check_prompt, check_text
-from serving.log import LOG
+from serving.log import FIELDS, LOG
 from serving.reply import Reply
 from serving.totals import Totals
 
@@ -130,7 +130,7 @@ class Frontend:
         except Exception as error:
             refused = refusal(error)
             if refused.code == "internal":
-                LOG.exception("request %s", call.request_id)
+                LOG.exception("a request failed", extra={FIELDS: call.ids})
             self._tell(Refused(call.caller, refused, call.ids, call, time.perf_counter() - begin))
             raise refused from error
 

@@ -64,12 +64,12 @@ def make_app(frontend: Frontend, keys: Keys) -> ASGIApp:
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     """Of a request that no endpoint has seen: what its headers and its body say is checked before."""
-    failed, frontend = failure(error), get_site(request).frontend
+    ids = known_ids(trace_context(request.headers.items()), header_id=request.headers.get("x-request-id", "")[:256])
+    failed = failure(error, ids)
     if isinstance(error, RequestValidationError):
         error = Refusal("invalid_argument", failed.body["error"]["message"])
     if isinstance(error, Refusal | UserError):
-        ids = known_ids(trace_context(request.headers.items()), header_id=request.headers.get("x-request-id", "")[:256])
-        frontend.refuse(error, Caller(), ids)
+        get_site(request).frontend.refuse(error, Caller(), ids)
     return JSONResponse(failed.body, failed.status, dict(failed.headers))
 
 

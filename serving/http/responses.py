@@ -205,7 +205,7 @@ async def _events(body: ResponsesRequest, asked: Asked) -> AsyncGenerator[bytes]
     except Exception as error:
         if not begun:
             raise
-        failed = failure(error).body["error"]
+        failed = failure(error, {"header_id": asked.header_id}).body["error"]
         yield event(
             "failed", response={**response, "status": "failed", "error": {"code": "server_error", "message": failed["message"]}}
         )

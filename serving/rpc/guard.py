@@ -14,7 +14,7 @@ from serving.auth import Caller, Keys, authenticate
 from serving.call import known_ids
 from serving.errors import Refusal, refusal
 from serving.frontend import Frontend
-from serving.log import LOG
+from serving.log import FIELDS, LOG
 from serving.rpc import status
 from serving.trace_context import TraceContext, trace_context
 
@@ -106,5 +106,5 @@ async def _tell(context: grpc.aio.ServicerContext, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, Refusal | UserError | EngineStopped):
-        LOG.exception("a method failed", exc_info=error)
+        LOG.exception("a method failed", exc_info=error, extra={FIELDS: known_ids(trace(context))})
     await status.abort(context, refusal(error))
