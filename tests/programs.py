@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def found(name: str) -> str:
-    """Where the program is: on the PATH, or beside this Python; "" if it is not here."""
+    """Where the program is: beside this Python, or on the PATH; "" if it is not here."""
     beside = Path(sys.executable).with_name(name)
-    return shutil.which(name) or (str(beside) if beside.exists() else "")
+    return str(beside) if beside.exists() else shutil.which(name) or ""
 
 
 def started(command: list[str], pattern: str, log: Path) -> tuple[subprocess.Popen[str], re.Match[str]]:
