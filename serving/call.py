@@ -8,6 +8,8 @@ from pagedjax.host.request import SamplingParams
 from serving.auth import Caller
 from serving.trace_context import TraceContext
 
+LONGEST_ID = 256
+
 
 @dataclass(frozen=True)
 class Call:
@@ -36,5 +38,6 @@ class Call:
 
 
 def known_ids(trace: TraceContext, **ids: str) -> Mapping[str, str]:
-    """By what a request is found in logs and traces, here and elsewhere; those ids that it has."""
-    return {name: value for name, value in {**ids, "trace_id": trace.trace_id}.items() if value}
+    """By what a request is found in logs and traces, here and elsewhere; those ids that it has. One that is too long to be taken
+    is cut."""
+    return {name: value[:LONGEST_ID] for name, value in {**ids, "trace_id": trace.trace_id}.items() if value}

@@ -15,7 +15,7 @@ from pagedjax.host.request import Request, Service
 from pagedjax.llm import LLM
 from pagedjax.loop import Load
 from serving.auth import Caller
-from serving.call import Call
+from serving.call import LONGEST_ID, Call
 from serving.config import ServeConfig
 from serving.errors import Refusal, refusal
 from serving.events import Accepted, Advanced, Ended, Event, Observer, Refused
@@ -175,8 +175,8 @@ class Frontend:
         llm = self.llm
         if call.model not in ("", self.model_name):
             raise Refusal("model_not_found", f"the model served here is {self.model_name!r}; got {call.model!r}", param="model")
-        if len(call.request_id) > 256 or not call.request_id.isprintable():
-            raise Refusal("invalid_argument", "a request id must be at most 256 printable characters", param="request_id")
+        if len(call.request_id) > LONGEST_ID or not call.request_id.isprintable():
+            raise Refusal("invalid_argument", f"a request id must be at most {LONGEST_ID} printable characters", param="request_id")
         limits = self.config.limits
         if limits.max_streams and len(self._replies) >= limits.max_streams:
             raise Refusal("too_many_streams", f"{limits.max_streams} requests are open, which is as many as there may be")

@@ -11,6 +11,7 @@ from serving.auth import Caller
 from serving.events import Ended, Event, Observer, Refused
 
 LOG = logging.getLogger("pagedjax.serving")
+LONGEST = 1000  # characters of a sentence, which may repeat what a client sent
 FIELDS = "fields"  # attribute of a record: what a program would look for, by name
 
 
@@ -59,7 +60,7 @@ def requests(*, prompts: bool) -> Observer:
                     fields["prompt"] = list(request.prompt)
                 LOG.info("request", extra={FIELDS: fields})
             case Refused(caller=caller, refusal=refusal):
-                fields = _about(caller, event.ids) | {"code": refusal.code, "why": refusal.message}
+                fields = _about(caller, event.ids) | {"code": refusal.code, "why": refusal.message[:LONGEST]}
                 LOG.info("refused", extra={FIELDS: fields})
 
     return observe

@@ -14,7 +14,7 @@ from typing import Any
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -26,6 +26,7 @@ from serving.trace_context import TraceContext
 
 FLUSH_SECONDS = 5.0  # that the end of the process waits for spans to be sent
 QUEUED_SPANS = 8192  # that may wait: those of some 1600 requests
+LONGEST = 1000  # characters of an attribute, which may repeat what a client sent
 NOT_AN_END = ("cancelled", "deadline", "constraint")  # finishes that are errors
 
 
@@ -39,7 +40,8 @@ class Spans:
         self._model = model
         self._exporter = OTLPSpanExporter(endpoint=endpoint)
         resource = Resource.create({SERVICE_NAME: "pagedjax", SERVICE_VERSION: VERSION}).merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        limits = SpanLimits(max_span_attribute_length=LONGEST)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, span_limits=limits)
         batch = min(512, queued)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter, queued, every * 1000, batch))
         self._tracer = self._provider.get_tracer("pagedjax", VERSION)

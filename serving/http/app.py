@@ -64,7 +64,7 @@ def make_app(frontend: Frontend, keys: Keys) -> ASGIApp:
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
     """Of a request that no endpoint has seen: what its headers and its body say is checked before."""
-    ids = known_ids(trace_context(request.headers.items()), header_id=request.headers.get("x-request-id", "")[:256])
+    ids = known_ids(trace_context(request.headers.items()), header_id=request.headers.get("x-request-id", ""))
     failed = failure(error, ids)
     if isinstance(error, RequestValidationError):
         error = Refusal("invalid_argument", failed.body["error"]["message"])

@@ -225,6 +225,16 @@ def test_the_flag_makes_spans_and_the_end_sends_them() -> None:
         assert observers == []
 
 
+def test_what_a_client_sends_is_cut() -> None:
+    call = Call("a", SamplingParams(), request_id="i" * 5000, model="m" * 5000)
+    with collecting() as collector:
+        spans = Spans(collector.endpoint, "stories")
+        spans.observe(Refused(Caller(), Refusal("model_not_found", "another one"), call.ids, call))
+        spans.close()
+        (span,) = collector.request_spans(1)
+    assert attributes(span)["gen_ai.request.model"] == "m" * 1000 and call.ids == {"request_id": "i" * 256}
+
+
 def test_the_flag_without_the_extra_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "serving.spans")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
