@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+PAGES = {"/health", "/ready", "/version", "/v1/models", "/v1/models/{name}", "/metrics", "/ui", "/ui/state", "/tokenizer_info"}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,16 @@ def api(server: Server) -> schemathesis.BaseSchema:
     return schema
 
 
+def status(case: schemathesis.Case) -> int:
+    """Of the answer, which is no error of ours."""
+    response = case.call()
+    assert response.status_code < 500, f"{response.status_code}: {response.text}"
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return response.status_code
+
+
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("path", PATHS)
 def test_no_request_is_answered_by_an_error_of_ours(server: Server, api: schemathesis.BaseSchema, path: str, mode: GenerationMode):
@@ -37,12 +48,7 @@ def test_no_request_is_answered_by_an_error_of_ours(server: Server, api: schemat
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     @given(operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
-        response = case.call()
-        statuses[response.status_code] += 1
-        assert response.status_code < 500, f"{response.status_code}: {response.text}"
-        if response.status_code >= 400:
-            error = response.json()["error"]
-            assert set(error) == {"message", "type", "param", "code"} and error["message"]
+        statuses[status(case)] += 1
 
     check()
     print(path, mode.value, dict(statuses))
@@ -51,6 +57,21 @@ def test_no_request_is_answered_by_an_error_of_ours(server: Server, api: schemat
         assert statuses[200] == 0
 
 
+@pytest.mark.parametrize("path", sorted(PAGES))
+def test_no_page_is_an_error_of_ours(server: Server, api: schemathesis.BaseSchema, path: str):
+    statuses: Counter[int] = Counter()
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @given(api[path]["GET"].as_strategy(generation_mode=GenerationMode.POSITIVE))
+    def check(case: schemathesis.Case) -> None:
+        statuses[status(case)] += 1
+
+    check()
+    print(path, dict(statuses))
+    assert set(statuses) == ({404} if "{" in path else {200})  # no model has a name that was made up
+
+
 def test_all_paths_are_tried(server: Server):
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
-    assert {path for path, methods in paths.items() if "post" in methods} == set(PATHS)
+    tried = {**dict.fromkeys(PATHS, {"post"}), **dict.fromkeys(PAGES, {"get"})}
+    assert {path: set(methods) for path, methods in paths.items()} == tried
