@@ -111,6 +111,8 @@ experiments: .venv/ready
 	$(PY) -m bench.fairness > $(RESULTS)/fairness.jsonl
 	$(PY) -m bench.replay reserve --limit 2000 > $(RESULTS)/reserve.jsonl
 	$(PY) -m bench.replay rate --limit 400 --latency 0.1 > $(RESULTS)/rate.jsonl
+	$(PY) -m bench.replay swap --limit 2000 > $(RESULTS)/swap.jsonl
+	$(PY) -m bench.replay deadline --limit 2000 --rates 3 4 6 --policies first_come deadline shortest_work > $(RESULTS)/deadline.jsonl
 	for trace in code:500 conv:400 conversation:400 synthetic:400; do \
 	  $(PY) -m bench.replay reserve --trace $${trace%:*} --limit $${trace#*:}; done > $(RESULTS)/reserve-raw.jsonl
 	$(PY) -m bench.replay cache --blocks > $(RESULTS)/cache-ideal.jsonl

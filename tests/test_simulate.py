@@ -78,15 +78,37 @@ def test_a_plan_costs_what_its_bucket_does() -> None:
     plans: list[Plan] = []
     run(Arrival(0, request("a", 12, 6)), config=config, each_step=lambda plan, at: plans.append(plan))
     buckets = (Bucket(2, 2), Bucket(8, 2), Bucket(16, 2))
-    assert [work_of(plan, ()) for plan in plans] == [
+    assert [work_of(plan, (), 4)[:5] for plan in plans] == [
         (1, 8, 1, 8, 8 * 9 // 2),
         (1, 4, 1, 12, 9 + 10 + 11 + 12),
         (4, 4, 4, 13 + 14 + 15 + 16, 13 + 14 + 15 + 16),
         (1, 1, 1, 17, 17),
     ]
-    assert [work_of(plan, buckets)[:3] for plan in plans] == [(1, 8, 2), (1, 8, 2), (4, 8, 8), (1, 2, 2)]
+    assert [work_of(plan, buckets, 4)[:3] for plan in plans] == [(1, 8, 2), (1, 8, 2), (4, 8, 8), (1, 2, 2)]
     report = run(Arrival(0, request("a", 12, 6)), config=config, time=StepTime(per_token=1), buckets=buckets)
     assert [s.seconds for s in report.steps] == [8, 8, 8, 2]
+
+
+def test_swapping_takes_the_time_of_the_bus() -> None:
+    """Two sequences that do not fit side by side. One goes to host memory and comes back, block by block, and no token is computed
+    again; where that takes longer than computing, as the first steps show, it is not done."""
+    config = with_options(CONFIG, {"cache.prefix_caching": False, "max_num_batched_tokens": 16})
+    made = [Arrival(0, request(name, 8, 30, first=40 * i)) for i, name in enumerate("ab", 1)]
+    size = config.cache.block_size
+
+    def with_bus(per_moved: float) -> tuple[Report, list[Plan]]:
+        plans: list[Plan] = []
+        scheduler = make_scheduler(config, 15, host_blocks=15, per_moved=per_moved)
+        time = StepTime(per_token=1, per_moved=per_moved)
+        return simulate(made, scheduler, time, async_steps=0, each_step=lambda plan, at: plans.append(plan)), plans
+
+    fast, plans = with_bus(0.25)
+    moved = sum(len(plan.swap_out) + len(plan.swap_in) for plan in plans)
+    assert fast.stats.swaps == fast.stats.preemptions > 0 == fast.stats.recomputed_tokens and moved > 0
+    assert fast.seconds == fast.stats.scheduled_tokens + 0.25 * size * moved
+    slow, plans = with_bus(4.0)
+    assert slow.stats.preemptions > slow.stats.swaps == 0 < slow.stats.recomputed_tokens
+    assert not any(plan.swap_out for plan in plans) and slow.seconds == slow.stats.scheduled_tokens
 
 
 @pytest.mark.parametrize("steps", [1, 4])
