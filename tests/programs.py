@@ -10,6 +10,7 @@ from pathlib import Path
 from loopback import until
 
 ROOT = Path(__file__).parents[1]
+PATIENCE = 600  # seconds in which even a machine with much else to do starts a program
 
 
 def found(name: str) -> str:
@@ -30,7 +31,7 @@ def started(command: list[str], pattern: str, log: Path) -> tuple[subprocess.Pop
         return bool(said)
 
     try:
-        until(is_up)
+        until(is_up, PATIENCE)
     except AssertionError:
         process.kill()
         process.wait()
