@@ -68,7 +68,7 @@ def body(expert_ref, start_ref, begin_ref, end_ref, lhs_ref, rhs_ref, out_ref, *
     row = start_ref[v] + lax.iota(jnp.int32, config.rows)
     out = pl.program_id(1) * config.outputs + lax.iota(jnp.int32, config.outputs)
     own = ((row >= begin) & (row < end))[:, None]
-    steps = jnp.where((begin < end) & (expert < experts), -(-inputs // config.inputs), 0)
+    steps = jnp.where((begin < end) & (expert < experts), jnp.int32(-(-inputs // config.inputs)), jnp.int32(0))
     weights = jnp.minimum(expert, experts - 1)
 
     def step(i, acc):
@@ -80,7 +80,7 @@ def body(expert_ref, start_ref, begin_ref, end_ref, lhs_ref, rhs_ref, out_ref, *
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         return acc + lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
-    acc = lax.fori_loop(0, steps, step, jnp.zeros((config.rows, config.outputs), jnp.float32))
+    acc = lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros((config.rows, config.outputs), jnp.float32))
     plt.store(out_ref.at[row[:, None], out[None, :]], acc.astype(out_ref.dtype), mask=own & (out < outputs)[None, :])
 
 
