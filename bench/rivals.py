@@ -27,7 +27,7 @@ except ImportError:
 try:
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 except ImportError:
-    gmm = None
+    gmm: Any = None
 try:
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn.attention import bias  # pyright: ignore[reportMissingImports]

@@ -1,7 +1,10 @@
 """What is compiled for every chip, whatever was tuned."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+
+import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op
 from pallas_kernels.common.targets import Chip
@@ -9,7 +12,8 @@ from pallas_kernels.common.tuning import Entry, config_of
 from pallas_kernels.workload import Attention, Load, Write
 from pallas_kernels.workload_matmul import Grouped, Quantized
 
-# Four layers: pools of more than 2**32 bytes, also of 8 bits.
+# Four layers: pools of more than 2**32 bytes, also of 8 bits; fewer, where that is more than a v5e has.
+LARGEST = 12 << 30
 DECODE, PREFILL, WRITE = Attention(64, 8192, layers=4), Attention(64, 8192, layers=4, new=32), Write(64, 8192, layers=4)
 POOL: dict[str, tuple[Attention | Write, ...]] = {
     "paged_decode": (DECODE, replace(DECODE, dtype="float8_e4m3fn", scales="token")),
@@ -71,6 +75,8 @@ def loads_of(op: Op, short: bool, platform: str) -> Sequence[Load]:
         if isinstance(base, Write):
             size = {name: value for name, value in size.items() if name not in ("group", "window")}
         load = replace(base, **size)
+        while math.prod(load.pool) * 2 * jnp.dtype(load.dtype).itemsize > LARGEST:
+            load = replace(load, layers=load.layers // 2)
         if load not in found:
             found.append(load)
     return found
