@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagedjax.buckets import Bucket
-from pagedjax.config import CacheConfig, EngineConfig, ScheduleConfig, with_options
+from pagedjax.config import CacheConfig, EngineConfig, QueueConfig, ScheduleConfig, with_options
 from pagedjax.engine import Engine
 from pagedjax.errors import UserError
 from pagedjax.host.block_pool import BlockPool
@@ -146,6 +146,22 @@ def test_arrivals_in_no_order() -> None:
         run(Arrival(4, request("a", 4, 1)), Arrival(3, request("b", 4, 1)))
 
 
+@pytest.mark.parametrize("target", [0.02, 0.04, 0.0])
+def test_the_budget_follows_the_time_between_tokens(target: float) -> None:
+    """Four sequences decode while prompts of 2,000 tokens come; steps take 5 ms and 0.1 ms a token, so that the whole budget of 512
+    makes a gap of 56 ms. With a target the scheduler, which knows only what steps took, keeps it once it has seen a few; and
+    prompts still get what it leaves, so that they take as many more steps as it is smaller."""
+    schedule = ScheduleConfig(max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=512, decode_steps=1)
+    config = replace(CONFIG, schedule=schedule, queue=QueueConfig(token_seconds=target))
+    decoding = [Arrival(0, request(f"d{i}", 4, 400)) for i in range(4)]
+    prompts = [Arrival(0.3 + 0.3 * i, request(f"p{i}", 2000, 1, first=5000 * (i + 1))) for i in range(4)]
+    report = run(*decoding, *prompts, config=config, blocks=4000, time=StepTime(per_pass=0.005, per_token=1e-4))
+    during = [step.seconds for step in report.steps if step.decode and step.tokens > step.decode and step.at > 0.3]
+    limit = target or 0.0562
+    assert 0.8 * limit < max(during) <= 1.02 * limit
+    assert len(during) == pytest.approx(4 * 2000 / ((limit - 0.005) / 1e-4 - 4), rel=0.1)
+
+
 class Sleepy(Scheduler):
     """Schedules nothing before a time of its clock."""
 
@@ -269,7 +285,7 @@ def steps_of_simulator(config: EngineConfig, blocks: int, buckets: tuple[Bucket,
 
 def test_its_steps_are_those_of_the_engine(stories_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, tokens, passes and preemptions of every step; and of none of three schedules that differ in one number."""
-    engine, blocks = stories_engine(**{"schedule.decode_steps": 16}), 11
+    engine, blocks = stories_engine(**{"schedule.decode_steps": 16}), 9
     same = make_scheduler(engine.config, engine.scheduler.pool.num_blocks)
     assert plain(same) == plain(engine.scheduler)
     monkeypatch.setattr(engine, "scheduler", make_scheduler(engine.config, blocks))  # no array of the device gets smaller
