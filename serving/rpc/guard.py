@@ -11,9 +11,12 @@ import grpc.aio
 
 from pagedjax.errors import EngineStopped, UserError
 from serving.auth import Caller, Keys, authenticate
+from serving.call import known_ids
 from serving.errors import Refusal, refusal
-from serving.log import LOG, trace_id_of
+from serving.frontend import Frontend
+from serving.log import FIELDS, LOG
 from serving.rpc import status
+from serving.trace_context import TraceContext, trace_context
 
 OPEN = ("/grpc.health.v1.Health/",)  # asked by who has no key
 _caller: ContextVar[Caller] = ContextVar("caller")
@@ -30,17 +33,16 @@ def deadline(context: grpc.aio.ServicerContext) -> float | None:
     return None if left is None else time.monotonic() + left
 
 
-def trace_id(context: grpc.aio.ServicerContext) -> str:
-    """Of the client's trace; "" where it has none."""
-    given = next((value for name, value in context.invocation_metadata() or () if name == "traceparent"), "")
-    return trace_id_of(given) if isinstance(given, str) else ""
+def trace(context: grpc.aio.ServicerContext) -> TraceContext:
+    """Where in the client's trace the call is."""
+    return trace_context(context.invocation_metadata() or ())
 
 
 class Guard(grpc.aio.ServerInterceptor):
     """Lets in who has a key, and turns a Refusal that a method raises into a status."""
 
-    def __init__(self, keys: Keys):
-        self._keys = keys
+    def __init__(self, keys: Keys, frontend: Frontend):
+        self._keys, self._frontend = keys, frontend
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
@@ -49,8 +51,10 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None or handler_call_details.method.startswith(OPEN):
             return handler
         denied = None
+        metadata = handler_call_details.invocation_metadata or ()
         try:
-            _caller.set(_authenticate(self._keys, handler_call_details.invocation_metadata))
+            with self._frontend.reading(Caller(), known_ids(trace_context(metadata))):
+                _caller.set(_authenticate(self._keys, metadata))
         except Refusal as error:
             denied = error
         return _guarded(handler, denied)
@@ -58,7 +62,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 def _authenticate(keys: Keys, metadata: Any) -> Caller:
     found: dict[str, str] = {}
-    for name, value in metadata or ():
+    for name, value in metadata:
         if name in ("authorization", "x-api-key", "x-tenant", "x-priority"):
             found.setdefault(name, value)
     credentials = (found.get("authorization", ""), found.get("x-api-key", ""))
@@ -102,5 +106,5 @@ async def _tell(context: grpc.aio.ServicerContext, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, Refusal | UserError | EngineStopped):
-        LOG.exception("a method failed", exc_info=error)
+        LOG.exception("a method failed", exc_info=error, extra={FIELDS: known_ids(trace(context))})
     await status.abort(context, refusal(error))

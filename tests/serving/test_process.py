@@ -55,8 +55,9 @@ def process(cache: str, *args: str) -> Iterator[tuple[subprocess.Popen[str], Any
     try:
         address, before = None, []
         for line in server.stderr:
-            before.append(line)
-            if found := re.search(r"ready: .* at ([^ \"]+)", line):
+            said = json.loads(line)["message"]  # each line is JSON, those of the start, too
+            before.append(said)
+            if found := re.search(r"ready: .* at (\S+)", said):
                 address = found[1]
                 break
         assert address is not None, f"it ended with {server.wait()}"
