@@ -1,0 +1,214 @@
+"""The server as a process of its own: started, watched from outside, told to end."""
+
+import asyncio
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto import vllm_engine_pb2_grpc
+
+from bench.faults.records import Poll, Rest, Usage
+
+READY = re.compile(r"ready: .* at ([^ ,\"]+), ([^ ,\"]+)")
+SERVICE = "pagedjax.v1.Inference"
+METRIC = re.compile(r"^(\S+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass
+class Server:
+    """A process that takes requests."""
+
+    process: asyncio.subprocess.Process
+    grpc: str  # host:port
+    url: str
+    log: list[str]  # what it writes, to its end
+    reading: "asyncio.Task[None]"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """`pagedjax serve`'s, for fields of EngineConfig by their paths."""
+    shown = {
+        name.rpartition(".")[2]: " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for name, value in options.items()
+    }
+    return [part for name, value in shown.items() for part in (f"--{name.replace('_', '-')}", *value.split())]
+
+
+async def start(model: str, options: Mapping[str, Any], more: Sequence[str] = ()) -> Server:
+    """RuntimeError, with the end of its log, where it ends before it is ready."""
+    command = ["-m", "pagedjax", "serve", model, "--served-model-name", "model", "--grpc-port", "0", "--http-port", "0"]
+    command += ["--log-format", "json", *flags(options), *more]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, limit=1 << 20
+    )
+    assert process.stderr is not None
+    log: list[str] = []
+    async for line in process.stderr:
+        log.append(line.decode(errors="replace").rstrip())
+        if found := READY.search(log[-1]):
+            reading = asyncio.create_task(_read(process.stderr, log))
+            return Server(process, found[1], f"http://{found[2]}", log, reading)
+    raise RuntimeError(f"the server ended with {await process.wait()}: {log[-5:]}")
+
+
+async def _read(stderr: asyncio.StreamReader, log: list[str]) -> None:
+    """A line for each request would be too much to keep: those that say no more than that stay out."""
+    async for raw in stderr:
+        line = raw.decode(errors="replace").rstrip()
+        if '"level": "info", "message": "re' not in line:  # "request" and "refused"
+            log.append(line)
+
+
+def errors_in(log: Sequence[str]) -> tuple[str, ...]:
+    """Lines that are an error's, or no log line at all (a traceback of a library)."""
+    found = []
+    for line in log:
+        try:
+            level = json.loads(line)["level"]
+        except (ValueError, KeyError, TypeError):
+            level = "none" if "Traceback" in line or "Error" in line else "info"
+        if level not in ("debug", "info", "warning"):
+            found.append(line)
+    return tuple(found)
+
+
+async def stop(server: Server) -> None:
+    """Whatever it is at."""
+    if server.process.returncode is None:
+        server.process.kill()
+    await server.process.wait()
+    await server.reading
+
+
+def terminate(server: Server) -> None:
+    server.process.send_signal(signal.SIGTERM)
+
+
+# --- from outside ---------------------------------------------------------------------------------------------------
+
+
+def usage(pid: int, at: float) -> Usage:
+    """By /proc: Linux only."""
+    folder = Path("/proc") / str(pid)
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    return Usage(at, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), len(list((folder / "fd").iterdir())))
+
+
+@dataclass
+class Watch:
+    """Polls until it is told to end."""
+
+    polls: list[Poll] = field(default_factory=list)
+    usage: list[Usage] = field(default_factory=list)
+
+
+async def watch_usage(server: Server, watch: Watch, clock: Callable[[], float], *, every: float) -> None:
+    while server.process.returncode is None:
+        try:
+            watch.usage.append(usage(server.pid, clock()))
+        except (FileNotFoundError, ProcessLookupError, KeyError):
+            return  # it has just ended
+        await asyncio.sleep(every)
+
+
+async def watch_health(server: Server, watch: Watch, clock: Callable[[], float], *, every: float, limit: float) -> None:
+    """Asks for liveness and readiness by both protocols, over connections of its own, until the process has ended."""
+    async with grpc.aio.insecure_channel(server.grpc) as channel, httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def by_grpc(service: str) -> bool:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=2 * limit)
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        async def by_http(path: str) -> bool:
+            return (await client.get(path, timeout=2 * limit)).status_code == 200
+
+        async def poll(name: str, ask: Callable[[str], Any], what: str) -> None:
+            began = time.perf_counter()
+            at, says = clock(), None
+            try:
+                says = await ask(what)
+            except (grpc.aio.AioRpcError, httpx.HTTPError):
+                pass
+            watch.polls.append(Poll(at, name, says, time.perf_counter() - began))
+
+        questions = (
+            ("grpc live", by_grpc, ""),
+            ("grpc ready", by_grpc, SERVICE),
+            ("http live", by_http, "/health"),
+            ("http ready", by_http, "/ready"),
+        )
+        while server.process.returncode is None:
+            await asyncio.gather(*(poll(*question) for question in questions))
+            await asyncio.sleep(every)
+
+
+def metrics_of(page: str) -> dict[str, dict[str, float]]:
+    """The values of each metric, by the text of its labels."""
+    found: dict[str, dict[str, float]] = {}
+    for name, labels, value in METRIC.findall(page):
+        if not name.startswith("#"):
+            found.setdefault(name, {})[labels] = float(value)
+    return found
+
+
+async def rest(server: Server) -> Rest:
+    """What the server says of itself, by both protocols."""
+    async with grpc.aio.insecure_channel(server.grpc) as channel, httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        load = (await stub.GetLoads(vllm.GetLoadsRequest())).loads[0]
+        info = await stub.GetServerInfo(vllm.GetServerInfoRequest())
+        page = metrics_of((await client.get("/metrics", timeout=30)).text)
+    blocks = {labels: value for labels, value in page["pagedjax:blocks"].items()}
+    state = lambda name: int(sum(value for labels, value in blocks.items() if f'state="{name}"' in labels))
+    after = sum(value for labels, value in page["pagedjax:compilations_total"].items() if 'phase="after_start"' in labels)
+    return Rest(
+        running=load.num_running_reqs + int(sum(page["vllm:num_requests_running"].values())),
+        waiting=load.num_waiting_reqs + int(sum(page["vllm:num_requests_waiting"].values())),
+        open_requests=info.active_requests,
+        used_tokens=load.num_used_tokens,
+        held=state("used") + state("shared"),
+        blocks=int(sum(blocks.values())),
+        free=state("free") + state("cached"),
+        compiled=int(after),
+    )
+
+
+async def at_rest(server: Server, *, patience: float) -> Rest:
+    """`rest`, once it says that nothing is at work, or after so many seconds."""
+    until = time.monotonic() + patience
+    while True:
+        found = await rest(server)
+        if not (found.running or found.waiting or found.open_requests or found.held) or time.monotonic() > until:
+            return found
+        await asyncio.sleep(0.1)
+
+
+async def settled(server: Server, clock: Callable[[], float], most: Usage | None, *, patience: float) -> Usage:
+    """What the process holds once connections that were closed are gone: as soon as it is no more than `most`, or when it does not
+    get less for a second."""
+    until, lowest, since = time.monotonic() + patience, usage(server.pid, clock()), time.monotonic()
+    while time.monotonic() < until:
+        now = usage(server.pid, clock())
+        if most is not None and now.files <= most.files and now.threads <= most.threads:
+            return now
+        if now.files < lowest.files or now.threads < lowest.threads:
+            lowest, since = now, time.monotonic()
+        if most is None and time.monotonic() - since > 1:
+            return now
+        await asyncio.sleep(0.1)
+    return usage(server.pid, clock())
