@@ -1,8 +1,8 @@
 """The load and fault test, with a report: python -m bench.faults MODEL [--minutes 10] [--json FILE]
 
 Starts `pagedjax serve` as a process of its own, on loopback, with a pool that is too small for all lanes; measures its capacity
-with clients that ask one after the other; then sends 1.5 times as much at random times (Poisson), with clients that cancel, are late
-(also many at once), read slowly, abort, send the longest legal prompt, forms, batches and several samples, and hang up half-way. A
+with clients that ask one after the other; then sends 1.5 times as much at random times (Poisson), with clients that cancel, are
+late (also many at once), read slowly, abort, send the longest legal prompt, forms, batches and several samples, or hang up. A
 quarter on top are requests that are malformed in every way. All is in float32. What is checked is in bench/faults/checks.py: a line
 for each check, and the exit status is 1 where one fails. Linux only.
 """

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,7 +181,7 @@ def nothing_leaked(warm: Usage, end: Usage) -> Verdict:
 
 
 def slope(usage: Sequence[Usage]) -> float:
-    """Bytes of memory a second: the median over pairs half of the time apart, which single peaks do not move (after Theil and Sen)."""
+    """Bytes of memory a second: the median over pairs half of the time apart, which single peaks do not move."""
     half = len(usage) // 2
     pairs = zip(usage[:half], usage[len(usage) - half :], strict=True)
     return statistics.median([(b.rss - a.rss) / (b.at - a.at) for a, b in pairs])

@@ -34,6 +34,8 @@ BATCHES = ("v1", "v1 stream", "http", "http stream")
 CHANNELS = 4  # gRPC connections that the clients share
 PATIENCE = 300.0  # seconds until a request counts as hung
 
+AS_EVER = Manner()
+
 # How often each kind comes, of those that ask for work. "late" come in storms besides.
 MIX = {"answer": 58, "batch": 4, "form": 6, "sampled": 6, "longest": 2, "cancel": 10, "abort": 5, "late": 5, "slow": 2, "half": 2}
 MALFORMED = 0.25  # as many for each that asks for work
@@ -75,7 +77,7 @@ class Load:
     outcomes: list[Outcome] = field(default_factory=list)
     usual: float = 0.1  # seconds that an answer takes
 
-    async def ask(self, kind: str, way: str, jobs: Sequence[Job], manner: Manner = Manner()) -> Outcome:
+    async def ask(self, kind: str, way: str, jobs: Sequence[Job], manner: Manner = AS_EVER) -> Outcome:
         """One request, to its end."""
         outcome = Outcome(kind, way, tuple(job.name for job in jobs), jobs[0].n if jobs else 1, began=self.clock())
         self.outcomes.append(outcome)

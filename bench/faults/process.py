@@ -1,6 +1,7 @@
 """The server as a process of its own: started, watched from outside, told to end."""
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -140,10 +141,8 @@ async def watch_health(server: Server, watch: Watch, clock: Callable[[], float],
         async def poll(name: str, ask: Callable[[str], Any], what: str) -> None:
             began = time.perf_counter()
             at, says = clock(), None
-            try:
+            with contextlib.suppress(grpc.aio.AioRpcError, httpx.HTTPError):
                 says = await ask(what)
-            except (grpc.aio.AioRpcError, httpx.HTTPError):
-                pass
             watch.polls.append(Poll(at, name, says, time.perf_counter() - began))
 
         questions = (
@@ -173,7 +172,7 @@ async def rest(server: Server) -> Rest:
         load = (await stub.GetLoads(vllm.GetLoadsRequest())).loads[0]
         info = await stub.GetServerInfo(vllm.GetServerInfoRequest())
         page = metrics_of((await client.get("/metrics", timeout=30)).text)
-    blocks = {labels: value for labels, value in page["pagedjax:blocks"].items()}
+    blocks = page["pagedjax:blocks"]
     state = lambda name: int(sum(value for labels, value in blocks.items() if f'state="{name}"' in labels))
     after = sum(value for labels, value in page["pagedjax:compilations_total"].items() if 'phase="after_start"' in labels)
     return Rest(

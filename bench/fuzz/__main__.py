@@ -1,10 +1,10 @@
 """Fuzzed requests over gRPC and HTTP: python -m bench.fuzz MODEL [--requests 100000] [--seed 0] [--json FILE]
 
-Good requests of every endpoint and method are spoiled: wrong types, numbers beyond all bounds, NaN, nesting, surrogates, fields that
-nobody knows, forms that do not compile, messages that are cut off, bytes at random. They go to the real servicers over a loopback
-connection and to the real app, a part of them through a socket, with the real engine behind both. Every answer must be a status of
-docs/serving.md in its shape, none may blame the server, nothing may be logged as an error, and between them and at the end a normal
-request must be answered as ever. Request N depends on the seed and N alone: --first N --requests 1 sends it again, and shows it.
+Good requests of every endpoint and method are spoiled: wrong types, numbers beyond all bounds, NaN, nesting, surrogates, fields
+that nobody knows, forms that do not compile, messages that are cut off, bytes at random. They go to the real servicers over a
+loopback connection and to the real app, a part of them through a socket, with the real engine behind both. Every answer must be a
+status of docs/serving.md in its shape, none may blame the server, nothing may be logged as an error, and now and then, and at
+the end, a normal request must be answered as ever. Request N depends on the seed and N alone: --first N --requests 1 sends it again.
 """
 
 import argparse
@@ -27,9 +27,8 @@ def show(report: Report) -> None:
         print(f"{transport}: {counts.total()}")
         for label, count in counts.most_common():
             print(f"  {count:7d}  {label}")
-    print(
-        f"{report.total} requests in {report.seconds:.0f} s; the server was found to work {report.checks} times; {len(report.wrong)} wrong"
-    )
+    found = f"the server was found to work {report.checks} times; {len(report.wrong)} wrong"
+    print(f"{report.total} requests in {report.seconds:.0f} s; {found}")
     for wrong in report.wrong[:SHOWN]:
         print(f"FAIL {wrong}")
 

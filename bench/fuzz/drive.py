@@ -216,8 +216,8 @@ async def works(server: Server, channel: grpc.aio.Channel, expected: str) -> str
 
 
 async def fuzz(llm: LLM, count: int, seed: int, *, workers: int = 8, first: int = 0, sockets: float = 0.05) -> Report:
-    """`count` requests from number `first` on, of which each depends on `seed` and its number alone. `sockets`: the share of HTTP that
-    goes through one."""
+    """`count` requests from number `first` on, of which each depends on `seed` and its number alone. `sockets`: the share of HTTP
+    that goes through one."""
     report, numbers, begin = Report(seed), iter(range(first, first + count)), time.perf_counter()
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     expected = (await asyncio.to_thread(llm.generate, "Once upon", greedy))[0].outputs[0].text

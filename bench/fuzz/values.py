@@ -1,4 +1,4 @@
-"""Odd values of JSON, and ways to spoil a good one. All chance comes from one random.Random, so that a request can be made again."""
+"""Odd values of JSON, and ways to spoil a good one. All chance is of one random.Random, so that a request can be made again."""
 
 import copy
 import json
