@@ -177,8 +177,8 @@ class Frontend:
         llm = self.llm
         if call.model not in ("", self.model_name):
             raise Refusal("model_not_found", f"the model served here is {self.model_name!r}; got {call.model!r}", param="model")
-        if len(call.request_id) > 256 or not call.request_id.isprintable():
-            raise Refusal("invalid_argument", "a request id must be at most 256 printable characters", param="request_id")
+        if len(call.request_id) > 256 or not (call.request_id.isascii() and call.request_id.isprintable()):  # it becomes a header
+            raise Refusal("invalid_argument", "a request id must be at most 256 printable ASCII characters", param="request_id")
         limits = self.config.limits
         if limits.max_streams and len(self._replies) >= limits.max_streams:
             raise Refusal("too_many_streams", f"{limits.max_streams} requests are open, which is as many as there may be")

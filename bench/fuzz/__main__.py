@@ -4,7 +4,8 @@ Good requests of every endpoint and method are spoiled: wrong types, numbers bey
 that nobody knows, forms that do not compile, messages that are cut off, bytes at random. They go to the real servicers over a
 loopback connection and to the real app, a part of them through a socket, with the real engine behind both. Every answer must be a
 status of docs/serving.md in its shape, none may blame the server, nothing may be logged as an error, and now and then, and at
-the end, a normal request must be answered as ever. Request N depends on the seed and N alone: --first N --requests 1 sends it again.
+the end, a normal request must be answered as ever. Request N depends on the seed and N alone:
+--first N --requests 1 sends it again.
 """
 
 import argparse

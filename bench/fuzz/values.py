@@ -123,7 +123,7 @@ def odd(rng: random.Random, depth: int = 3) -> Any:
         lambda: [odd(rng, depth - 1) for _ in range(rng.randint(0, 3))] if depth else [],
         lambda: {rng.choice(NAMES): odd(rng, depth - 1) for _ in range(rng.randint(0, 3))} if depth else {},
         lambda: [rng.choice((1, "a", None, 0.5))] * rng.choice((1, 17, 65, 400)),
-        lambda: nested(rng, rng.choice((5, 70, 150, 400, 900))),
+        lambda: nested(rng, rng.choice((5, 70, 150, 400, rng.randint(850, 1000)))),
     )
     return rng.choice(kinds)()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from pagedjax.errors import EngineStopped, UserError
 from serving.auth import Caller, Keys, authenticate
@@ -37,7 +38,7 @@ def trace_id(context: grpc.aio.ServicerContext) -> str:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Lets in who has a key, and turns a Refusal that a method raises into a status."""
+    """Lets in who has a key, and turns a Refusal that a method raises into a status, and so a message that cannot be read."""
 
     def __init__(self, keys: Keys):
         self._keys = keys
@@ -46,11 +47,12 @@ class Guard(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(OPEN):
+        if handler is None:
             return handler
         denied = None
         try:
-            _caller.set(_authenticate(self._keys, handler_call_details.invocation_metadata))
+            if not handler_call_details.method.startswith(OPEN):
+                _caller.set(_authenticate(self._keys, handler_call_details.invocation_metadata))
         except Refusal as error:
             denied = error
         return _guarded(handler, denied)
@@ -65,9 +67,36 @@ def _authenticate(keys: Keys, metadata: Any) -> Caller:
     return authenticate(keys, credentials, found.get("x-tenant", ""), found.get("x-priority", ""))
 
 
+def _reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """What cannot be parsed is a Refusal in the message's place: raised here it would be an unknown error, with a traceback in the
+    log."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return Refusal(
+                "invalid_argument", f"a message must be protobuf of its method's type; got {len(data)} bytes that are not"
+            )
+
+    return read
+
+
+async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The messages of a stream, up to the first that cannot be read."""
+    async for request in requests:
+        yield _read(request)
+
+
+def _read(request: Any) -> Any:
+    if isinstance(request, Refusal):
+        raise request
+    return request
+
+
 def _guarded(handler: Any, denied: Refusal | None) -> Any:
     """The same method behind the guard; one that answers in a stream stays one, or the call would break."""
-    codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+    codec = {"request_deserializer": _reader(handler.request_deserializer), "response_serializer": handler.response_serializer}
     if handler.response_streaming:
         inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
@@ -75,6 +104,7 @@ def _guarded(handler: Any, denied: Refusal | None) -> Any:
             try:
                 if denied is not None:
                     raise denied
+                request = _readable(request) if handler.request_streaming else _read(request)
                 async with contextlib.aclosing(inner(request, context)) as answers:
                     async for answer in answers:
                         yield answer
@@ -89,7 +119,7 @@ def _guarded(handler: Any, denied: Refusal | None) -> Any:
         try:
             if denied is not None:
                 raise denied
-            return await inner(request, context)
+            return await inner(_readable(request) if handler.request_streaming else _read(request), context)
         except Exception as error:
             await _tell(context, error)
 

@@ -214,6 +214,8 @@ def test_deadlines(llm: LLM) -> None:
         (Call("Once", form(regex="(" * 9)), Limits(max_form_depth=8), "form_too_deep", "a form may be nested 8 levels; got 9"),
         (Call("Once", form(regex="(a")), Limits(), "invalid_argument", "structured_outputs.regex must be one that compiles"),
         (Call("Once", GREEDY, request_id="a\n"), Limits(), "invalid_argument", "a request id must be at most 256 printable"),
+        (Call("Once", GREEDY, request_id="é"), Limits(), "invalid_argument", "at most 256 printable ASCII characters"),
+        (Call("Once", GREEDY, cache_salt="\ud800"), Limits(), "invalid_argument", "cache_salt must be valid Unicode"),
         (Call([1, 9999], GREEDY), Limits(), "invalid_argument", "must be token ids below 512; got 9999"),
     ],
 )

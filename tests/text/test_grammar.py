@@ -103,6 +103,10 @@ def test_allowed_tokens_are_a_further_limit(grammars: Grammars, tokenizer: Token
     digits = [token for token in range(512) if tokenizer.token_bytes(token) in (b"1", b"2")]
     text = walk(grammars, tokenizer, 0, "regex", "[0-9]{4}", allowed=[*digits, 2])
     assert text is not None and re.fullmatch("[12]{4}", text)
+    beyond = walk(
+        grammars, tokenizer, 0, "regex", "[0-9]{4}", allowed=[*digits, 2, -1, 2**32 - 1, 10**30]
+    )  # a bit for each is much
+    assert beyond == text
 
 
 @pytest.mark.parametrize(
