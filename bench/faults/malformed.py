@@ -58,7 +58,7 @@ async def by_http(client: httpx.AsyncClient, outcome: Outcome, rng: random.Rando
         case 1:
             path, content, kind = COMPLETIONS, b'{"prompt": "a"}', rng.choice(("text/plain", "", "application/xml"))
         case 2:
-            path, content = rng.choice(("/v2/completions", "/v1/completions/", "/v1/models/none")), b"{}"
+            path, content = rng.choice(("/v2/completions", "/v1/models/none")), b"{}"
         case 3:
             path, content = COMPLETIONS, json.dumps({"prompt": [2**31 - 1, -1, 10**30][: rng.randint(1, 3)], "echo": True}).encode()
         case _:
