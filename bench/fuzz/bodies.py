@@ -1,5 +1,6 @@
 """HTTP requests: good ones of every endpoint, with all of its fields, and what is made of them."""
 
+import copy
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -175,7 +176,7 @@ def good(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 def formed(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
     """With a form, or tools, that may be anything."""
-    form = rng.choice(FORMS) if rng.random() < 0.7 else odd(rng)
+    form = copy.deepcopy(rng.choice(FORMS)) if rng.random() < 0.7 else odd(rng)
     where = rng.choice(("response_format", "json", "regex", "grammar", "choice", "tools"))
     if where == "tools":
         function = {"name": rng.choice(("look", *TEXTS)), "parameters": form}
@@ -205,6 +206,7 @@ def request(rng: random.Random) -> Sent:
         path = rng.choice((*GETS, f"/v1/models/{rng.choice(TEXTS)!r}", "/nothing", "/v1/completions"))
         return Sent(rng.choice(("GET", "GET", "HEAD", "DELETE", "PUT", "OPTIONS")), path, headers(rng), b"")
     path, body = good(rng)
+    body = copy.deepcopy(body)
     if rng.random() < 0.1 and path.startswith("/v1"):
         body = formed(rng, body)
     return Sent("POST", path, headers(rng), encoded(rng, spoil(rng, body)))

@@ -79,7 +79,7 @@ class Errors(logging.Handler):
         self.seen: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append(f"{record.name}: {self.format(record)}"[-2000:])
+        self.seen.append(f"{record.name}: {self.format(record)}"[-600:])
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ import grpc
 from bench.errors import OURS, Told, of_grpc, of_http
 
 JSON, EVENTS = "application/json", "text/event-stream"
-WITHOUT_DETAILS = {  # what gRPC, its health service or its reflection say by themselves
-    "UNIMPLEMENTED": (""),
-    "RESOURCE_EXHAUSTED": ("larger than max"),
-    "NOT_FOUND": (""),
+WITHOUT_DETAILS = {  # what gRPC says by itself, and the health service: the texts that must be in it
+    "UNIMPLEMENTED": ("",),
+    "RESOURCE_EXHAUSTED": ("larger than max", "received metadata size exceeds"),
+    "NOT_FOUND": ("there is no service of this name here",),
 }
 
 
@@ -26,7 +26,7 @@ class Judged:
 def judge_http(method: str, path: str, status: int, headers: Mapping[str, str], body: bytes) -> Judged:
     """Of a whole answer."""
     if method == "HEAD":
-        return Judged(str(status), "" if status in (200, 405) else f"HEAD must be 405 or 200; got {status}")
+        return Judged(str(status), "" if status in (200, 404, 405) else f"HEAD must be 200, 404 or 405; got {status}")
     if status == 200:
         wrong = _wrong_answer(path, headers.get("content-type", ""), body)
         return Judged("200 in pieces" if EVENTS in headers.get("content-type", "") else "200", wrong)
@@ -117,5 +117,5 @@ def judge_grpc(
         return Judged(told.label, told.wrong or _blames_us(told))
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and own_deadline:
         return Judged(told.label)
-    known = code.name in WITHOUT_DETAILS and WITHOUT_DETAILS[code.name] in told.message
+    known = any(text in told.message for text in WITHOUT_DETAILS.get(code.name, ()))
     return Judged(told.label, "" if known else f"a status must have details; got {code.name}: {told.message[:200]}")

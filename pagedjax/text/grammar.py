@@ -9,7 +9,7 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
-from pagedjax.errors import check
+from pagedjax.errors import UserError, check
 from pagedjax.text.tokenizer import Tokenizer
 
 SPACES = r"( |\n {0,20})?"  # between the parts of JSON, unless a schema says otherwise: weak models never stop writing them
@@ -28,8 +28,14 @@ class Grammars:
     def compile(self, kind: Kind, form: Any, allowed: Sequence[int] | None = None) -> "Grammar":
         """Of a JSON schema (text or object), a regular expression, one of several texts, or a grammar in Lark's notation or GBNF.
         allowed: token ids besides which none may come. UserError where it cannot be compiled, or where nothing satisfies it."""
-        matcher = llguidance.LLMatcher(self._vocabulary, _source(kind, form), log_level=0)
-        check(not matcher.is_error(), f"structured_outputs.{kind} must be one that compiles; got: {_reason(matcher.get_error())}")
+        rule = f"structured_outputs.{kind} must be one that compiles"
+        try:
+            matcher = llguidance.LLMatcher(self._vocabulary, _source(kind, form), log_level=0)
+        except UserError:
+            raise
+        except ValueError as error:  # of a schema that is no JSON to llguidance: with NaN, or half of a surrogate pair
+            raise UserError(f"{rule}; got: {_reason(str(error))}") from None
+        check(not matcher.is_error(), f"{rule}; got: {_reason(matcher.get_error())}")
         made = Grammar(matcher, self._stop_ids, None if allowed is None else _bits(allowed, self._words))
         check(
             bool(made.mask().any()),
@@ -139,7 +145,7 @@ def _schema(form: str | Mapping[str, Any]) -> str:
     except ValueError as error:
         check(False, f"structured_outputs.json must be a JSON schema; got text that is no JSON ({error})")
         raise
-    check(isinstance(parsed, dict | bool), f"structured_outputs.json must be a JSON object; got {form!r:.80}")
+    check(isinstance(parsed, dict), f"structured_outputs.json must be a JSON object; got {form!r:.80}")
     return json.dumps(parsed)
 
 

@@ -113,6 +113,9 @@ def test_allowed_tokens_are_a_further_limit(grammars: Grammars, tokenizer: Token
     ("form", "match"),
     [
         (("json", "{"), "structured_outputs.json must be a JSON schema; got text that is no JSON"),
+        (("json", "true"), "structured_outputs.json must be a JSON object; got 'true'"),
+        (("json", {"type": float("nan")}), "structured_outputs.json must be one that compiles; got: expected value"),
+        (("json", '{"const": "\\ud800"}'), "structured_outputs.json must be one that compiles; got: "),
         (("json", "3"), "structured_outputs.json must be a JSON object; got '3'"),
         (("json", {"type": "nonsense"}), "structured_outputs.json must be one that compiles; got: Invalid type: nonsense"),
         (("regex", "(["), "structured_outputs.regex must be one that compiles; got: "),

@@ -59,8 +59,6 @@ def refused(response: httpx.Response, status: int, says: str, param: str | None)
         (TEXT, {"prompt": "a", "max_tokens": 10**40}, "^max_tokens must be below 2", "max_tokens"),
         (TEXT, {"prompt": "a", "min_tokens": 10**12}, "^min_tokens must be below 2", "min_tokens"),
         (TEXT, {"prompt": "a", "top_k": 10**12}, "^top_k must be below 2", "top_k"),
-        (TEXT, {"prompt": "a", "cache_salt": "\ud800"}, "^cache_salt must be valid Unicode", "cache_salt"),
-        (TEXT, {"prompt": "a", "guided_regex": "\ud800"}, "^guided_regex must be valid Unicode", "guided_regex"),
         (TEXT, {"prompt": "a", "allowed_token_ids": [-1], "guided_regex": "a"}, "^guided_regex must allow", "guided_regex"),
         (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "^stop may hold 16 strings", "stop"),
         (TEXT, {"prompt": "a", "suffix": "b"}, "^suffix must be absent", "suffix"),
@@ -121,6 +119,8 @@ def test_bad_requests(client: httpx.Client, path: str, body: dict[str, Any], say
         (b"\xff\xfe", "application/json", "body"),
         (b'{"prompt": "\\ud800"}', "application/json", "valid Unicode; got a lone surrogate"),
         (b'{"prompt": "a", "\\ud800": 1}', "application/json", "body"),
+        (b'{"prompt": "a", "cache_salt": "\\ud800"}', "application/json", "^cache_salt must be valid Unicode"),
+        (b'{"prompt": "a", "guided_regex": "\\ud800"}', "application/json", "^structured_outputs.regex must be valid Unicode"),
         (b'{"prompt": ' + b"[" * 800 + b"]" * 800 + b"}", "application/json", "^prompt must be a text"),
     ],
 )
