@@ -12,7 +12,9 @@ from serving.errors import ANSWERS
 from serving.http.failures import CODES
 from serving.rpc.status import DOMAIN
 
-OWN_CODES = {**{code: code for code in ANSWERS}, **{told: code for code, told in CODES.items()}}  # by what HTTP calls them
+OWN_CODES: dict[Any, Any] = {code: code for code in ANSWERS} | {
+    told: code for code, told in CODES.items()
+}  # by what HTTP calls them
 OURS = ("internal", "engine_failed", "engine_down")  # codes that say that the server is to blame
 BODY = {"message", "type", "param", "code"}
 DETAILS = "grpc-status-details-bin"

@@ -17,7 +17,6 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ import jax
 from bench.faults import checks, process
 from bench.faults.checks import MIB, Verdict
 from bench.faults.jobs import make_jobs, offline
-from bench.faults.load import Load, closed_loop, connect, open_loop, while_it_drains
+from bench.faults.load import Load, closed_loop, connected, open_loop, while_it_drains
 from bench.faults.process import Server, Watch
 from bench.faults.records import Answer, End, Job, Rest, Usage
 from checkpoints.open import open_checkpoint
@@ -78,21 +77,19 @@ async def exercise(args: argparse.Namespace, options: dict[str, Any], jobs: dict
     ]
     try:
         rng = random.Random(args.seed)
-        async with AsyncExitStack() as stack:
-            load = Load(await connect(server, stack), jobs, rng, clock)
+        async with connected(server) as clients:
+            load = Load(clients, jobs, rng, clock)
             await open_loop(load, 20.0, min(5.0, seconds / 4), storms=1)  # whatever is made when it is first asked for
             capacity = await closed_loop(load, 2 * options["schedule.max_num_seqs"], min(20.0, seconds / 3))
         note(f"capacity: {capacity:.1f} answers a second, {1e3 * load.usual:.0f} ms each")
         await process.at_rest(server, patience=60)
         warm = await process.settled(server, clock, None, patience=30)
         at = clock()
-        async with AsyncExitStack() as stack:
-            load.clients = await connect(server, stack)
+        async with connected(server) as load.clients:
             sent = await open_loop(load, OVERLOAD * capacity, seconds, storms=max(1, round(seconds / 20)))
         rest = await process.at_rest(server, patience=60)
         last = await process.settled(server, clock, warm, patience=30)
-        async with AsyncExitStack() as stack:
-            load.clients = await connect(server, stack)
+        async with connected(server) as load.clients:
             signalled = [0.0]
 
             def terminate() -> None:

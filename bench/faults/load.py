@@ -1,11 +1,12 @@
 """The load: how much the server can do, and then more than that, with clients that misbehave in every way."""
 
 import asyncio
+import gc
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from socket import SO_RCVBUF, SOL_SOCKET
 from typing import Any
@@ -53,17 +54,20 @@ class Clients:
     port: int
 
 
-async def connect(server: Server, stack: AsyncExitStack) -> Clients:
-    """Until the stack is left."""
+@asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[Clients]:
+    """Nothing is connected when it is left."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-    channels = [await stack.enter_async_context(grpc.aio.insecure_channel(server.grpc, options)) for _ in range(CHANNELS)]
     settings: dict[str, Any] = {"base_url": server.url, "timeout": None}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     small = httpx.AsyncHTTPTransport(socket_options=[(SOL_SOCKET, SO_RCVBUF, 4096)], limits=limits)
-    http = await stack.enter_async_context(httpx.AsyncClient(**settings, limits=limits, trust_env=False))
-    slow = await stack.enter_async_context(httpx.AsyncClient(**settings, transport=small, trust_env=False))
     where = urlsplit(server.url)
-    return Clients(channels, http, slow, where.hostname or "", where.port or 0)
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(grpc.aio.insecure_channel(server.grpc, options)) for _ in range(CHANNELS)]
+        http = await stack.enter_async_context(httpx.AsyncClient(**settings, limits=limits, trust_env=False))
+        slow = await stack.enter_async_context(httpx.AsyncClient(**settings, transport=small, trust_env=False))
+        yield Clients(channels, http, slow, where.hostname or "", where.port or 0)
+    gc.collect()  # calls that were given up hold on to their connection until then
 
 
 @dataclass

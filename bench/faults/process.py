@@ -129,7 +129,7 @@ async def watch_usage(server: Server, watch: Watch, clock: Callable[[], float], 
 async def watch_health(server: Server, watch: Watch, clock: Callable[[], float], *, every: float, limit: float) -> None:
     """Asks for liveness and readiness by both protocols, over connections of its own, until the process has ended."""
     async with grpc.aio.insecure_channel(server.grpc) as channel, httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
 
         async def by_grpc(service: str) -> bool:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=2 * limit)

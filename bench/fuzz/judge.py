@@ -66,7 +66,7 @@ def _wrong_events(path: str, body: bytes) -> str:
         parsed = [text if text == "[DONE]" else json.loads(text, parse_constant=_no_constant) for text in data]
     except ValueError as error:
         return f"an event must be JSON: {error}"
-    last = parsed[-1]
+    last: Any = parsed[-1]
     if path == "/v1/responses":
         return (
             ""

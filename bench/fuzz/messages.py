@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import message_factory
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -64,7 +64,7 @@ def good(rng: random.Random, method: str) -> Message:
     return message_factory.GetMessageClass(METHODS[method].input_type)()
 
 
-def scalar(rng: random.Random, field: FieldDescriptor) -> Any:
+def scalar(rng: random.Random, field: Any) -> Any:
     """A value that the field's type takes."""
     if field.cpp_type in BOUNDS:
         low, high = BOUNDS[field.cpp_type]
@@ -89,7 +89,7 @@ def spoil(rng: random.Random, message: Message, depth: int = 4) -> None:
     """Sets some of its fields, or of those in it, to something else."""
     fields = message.DESCRIPTOR.fields
     for _ in range(rng.choice((1, 1, 2, 3)) if fields else 0):
-        field: FieldDescriptor = rng.choice(fields)
+        field: Any = rng.choice(fields)
         if field.type == FieldDescriptor.TYPE_MESSAGE and depth:
             _spoil_inner(rng, message, field, depth)
         elif field.type != FieldDescriptor.TYPE_MESSAGE and field.is_repeated:
@@ -99,7 +99,7 @@ def spoil(rng: random.Random, message: Message, depth: int = 4) -> None:
             setattr(message, field.name, scalar(rng, field))
 
 
-def _spoil_inner(rng: random.Random, message: Message, field: FieldDescriptor, depth: int) -> None:
+def _spoil_inner(rng: random.Random, message: Message, field: Any, depth: int) -> None:
     if is_map(field.message_type):
         key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         for _ in range(rng.choice((1, 2, 301))):
@@ -116,7 +116,7 @@ def _spoil_inner(rng: random.Random, message: Message, field: FieldDescriptor, d
         spoil(rng, inner, depth - 1)
 
 
-def is_map(kind: Descriptor) -> bool:
+def is_map(kind: Any) -> bool:
     return kind.GetOptions().map_entry
 
 

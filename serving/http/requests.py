@@ -135,7 +135,7 @@ class Message(BaseModel):
 
     role: str
     content: str | Objects | None = None
-    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_check_nesting)]]
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_check_nesting)]] = Field(init=False)
 
 
 class Function(Fields):

@@ -17,11 +17,11 @@ class Health(health_pb2_grpc.HealthServicer):
     """Lives on the event loop."""
 
     def __init__(self):
-        self._statuses: dict[str, int] = {}  # by service
+        self._statuses: dict[str, Any] = {}  # by service
         self._wakes: set[asyncio.Event] = set()
 
-    def set(self, statuses: Mapping[str, int]) -> None:
-        """Tells whoever watches."""
+    def set(self, statuses: Mapping[str, Any]) -> None:
+        """Of services by their names; whoever watches is told."""
         self._statuses.update(statuses)
         for wake in self._wakes:
             wake.set()
@@ -29,7 +29,7 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         if request.service not in self._statuses:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no service of this name here")
-        return pb.HealthCheckResponse(status=self._statuses[request.service])  # pyright: ignore[reportArgumentType]
+        return pb.HealthCheckResponse(status=self._statuses[request.service])
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """The status now, and each other one that follows."""
@@ -41,7 +41,7 @@ class Health(health_pb2_grpc.HealthServicer):
                 status = self._statuses.get(request.service, pb.HealthCheckResponse.SERVICE_UNKNOWN)
                 if status != told:
                     told = status
-                    yield pb.HealthCheckResponse(status=status)  # pyright: ignore[reportArgumentType]
+                    yield pb.HealthCheckResponse(status=status)
                 await wake.wait()
         finally:
             self._wakes.discard(wake)
