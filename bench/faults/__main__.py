@@ -15,8 +15,10 @@ import os
 import platform
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,8 +27,8 @@ from bench.faults import checks, process
 from bench.faults.checks import MIB, Verdict
 from bench.faults.jobs import make_jobs, offline
 from bench.faults.load import Load, closed_loop, connected, open_loop, while_it_drains
-from bench.faults.process import Server, Watch
-from bench.faults.records import Answer, End, Job, Rest, Usage
+from bench.faults.process import Server
+from bench.faults.records import Answer, End, Job, Poll, Rest, Usage
 from checkpoints.open import open_checkpoint
 from pagedjax import LLM
 from pagedjax.config import EngineConfig, with_options
@@ -44,7 +46,8 @@ class Run:
     capacity: float
     sent: float  # requests a second, of those that ask for work
     load: Load
-    watch: Watch
+    polls: list[Poll]
+    usage: list[Usage]
     begin: float  # when the open loop began
     warm: Usage
     rest: Rest
@@ -64,21 +67,17 @@ def settings(model: str, context: int, lanes: int) -> dict[str, Any]:
     return options | {"cache.kv_memory": each * (1 + groups * -(-context // BLOCK) * max(2, lanes // 2))}
 
 
-async def exercise(args: argparse.Namespace, options: dict[str, Any], jobs: dict[str, list[Job]], minutes: float) -> Run:
+async def exercise(args: argparse.Namespace, options: dict[str, Any], jobs: dict[str, list[Job]], log: Path) -> Run:
     """Everything that happens to the server, from its start to its end."""
-    more = ["--drain-seconds", "300", "--unready-seconds", "1", "--max-unread", "4096"]
-    server = await process.start(args.model, options, [*more, *args.serve])
-    begin = time.perf_counter()
-    clock = lambda: time.perf_counter() - begin
-    watch, seconds = Watch(), 60 * minutes
-    tasks = [
-        asyncio.create_task(process.watch_health(server, watch, clock, every=0.25, limit=args.poll_limit)),
-        asyncio.create_task(process.watch_usage(server, watch, clock, every=min(1.0, seconds / 60))),
-    ]
+    more = ["--drain-seconds", "300", "--unready-seconds", "1", "--max-unread", "4096", *args.serve]
+    server = await process.start(args.model, options, log, more)
+    begin, seconds, usage = time.monotonic(), 60 * args.minutes, list[Usage]()
+    clock = lambda: time.monotonic() - begin
+    health = asyncio.create_task(process.watch_health(server, begin=begin, every=0.25, limit=args.poll_limit))
+    watching = asyncio.create_task(process.watch_usage(server, usage, clock, every=min(1.0, seconds / 60)))
     try:
-        rng = random.Random(args.seed)
         async with connected(server) as clients:
-            load = Load(clients, jobs, rng, clock)
+            load = Load(clients, jobs, random.Random(args.seed), clock)
             await open_loop(load, 20.0, min(5.0, seconds / 4), storms=1)  # whatever is made when it is first asked for
             capacity = await closed_loop(load, 2 * options["schedule.max_num_seqs"], min(20.0, seconds / 3))
         note(f"capacity: {capacity:.1f} answers a second, {1e3 * load.usual:.0f} ms each")
@@ -90,20 +89,12 @@ async def exercise(args: argparse.Namespace, options: dict[str, Any], jobs: dict
         rest = await process.at_rest(server, patience=60)
         last = await process.settled(server, clock, warm, patience=30)
         async with connected(server) as load.clients:
-            signalled = [0.0]
-
-            def terminate() -> None:
-                signalled[0] = clock()
-                process.terminate(server)
-
-            drained = await while_it_drains(load, terminate, options["schedule.max_num_seqs"])
-        end = await ended(server, clock, signalled[0])
+            signalled, drained = await while_it_drains(load, server, options["schedule.max_num_seqs"])
+        end = await ended(server, clock, signalled)
     finally:
         await process.stop(server)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return Run(capacity, sent, load, watch, at, warm, rest, last, end, drained)
+        await asyncio.wait([health, watching])
+    return Run(capacity, sent, load, health.result(), usage, at, warm, rest, last, end, drained)
 
 
 async def ended(server: Server, clock: Any, signalled: float) -> End:
@@ -111,15 +102,15 @@ async def ended(server: Server, clock: Any, signalled: float) -> End:
     try:
         async with asyncio.timeout(330):
             code = await server.process.wait()
-            await server.reading
     except TimeoutError:
         note("the server does not end")
-    return End(code, server.log[-1] if server.log else "", signalled, clock(), process.errors_in(server.log))
+    lines = server.log
+    return End(code, lines[-1] if lines else "", signalled, clock(), process.errors_in(lines))
 
 
 def judge(run: Run, before: dict[str, Answer], after: dict[str, Answer], args: argparse.Namespace) -> list[Verdict]:
     outcomes, seconds = run.load.outcomes, 60 * args.minutes
-    counted = [u for u in run.watch.usage if run.begin + WARM_UP * seconds <= u.at <= run.begin + seconds]
+    counted = [u for u in run.usage if run.begin + WARM_UP * seconds <= u.at <= run.begin + seconds]
     return [
         checks.load_was_kept(run.sent, OVERLOAD * run.capacity),
         checks.every_end(outcomes),
@@ -131,7 +122,7 @@ def judge(run: Run, before: dict[str, Answer], after: dict[str, Answer], args: a
         checks.nothing_held(run.rest),
         checks.nothing_leaked(run.warm, run.last),
         checks.flat_memory(counted, per_minute=args.grow * MIB, slack=args.slack * MIB),
-        checks.honest_health(run.watch.polls, run.end, limit=args.poll_limit),
+        checks.honest_health(run.polls, run.end, limit=args.poll_limit),
         checks.clean_end(run.end, run.drained),
     ]
 
@@ -185,7 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs = make_jobs(vocab, context, args.seed, text=llm.tokenizer is not None)
         before = offline(llm, jobs)
     note(f"{len(before)} offline answers of {sum(len(a.tokens) for a in before.values())} tokens")
-    run = asyncio.run(exercise(args, options, jobs, args.minutes))
+    with tempfile.TemporaryDirectory() as folder:
+        run = asyncio.run(exercise(args, options, jobs, Path(folder) / "log"))
     with LLM(args.model, **options) as llm:
         after = offline(llm, jobs)
     verdicts = judge(run, before, after, args)

@@ -189,14 +189,16 @@ async def open_loop(load: Load, rate: float, seconds: float, *, storms: int) -> 
     return sent / max(taken, seconds)
 
 
-async def while_it_drains(load: Load, terminate: Callable[[], None], running: int) -> list[Outcome]:
-    """Streams that run when the server is told to end, and requests that come then, until one is refused by each protocol."""
+async def while_it_drains(load: Load, server: Server, running: int) -> tuple[float, list[Outcome]]:
+    """Streams that run when the server is told to end, and requests that come then, until one is refused by each protocol. When it
+    was told, and what came of them."""
     jobs, first = load.jobs["long"], len(load.outcomes)
     tasks = [asyncio.ensure_future(load.ask("drain", STREAMS[i % 3], [jobs[i % len(jobs)]])) for i in range(running)]
     await asyncio.sleep(0)  # they begin
     while not all(o.samples or o.error for o in load.outcomes[first:]):
         await asyncio.sleep(0.01)
-    terminate()
+    signalled = load.clock()
+    server.process.terminate()
     for way in ("v1", "http"):
         refused = False
         while not refused and not all(task.done() for task in tasks):
@@ -206,4 +208,4 @@ async def while_it_drains(load: Load, terminate: Callable[[], None], running: in
                 load.outcomes.remove(outcome)  # the port was closed already
             await asyncio.sleep(0.02)
     await asyncio.gather(*tasks)
-    return load.outcomes[first:]
+    return signalled, load.outcomes[first:]

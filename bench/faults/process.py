@@ -1,43 +1,45 @@
 """The server as a process of its own: started, watched from outside, told to end."""
 
 import asyncio
-import contextlib
 import json
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import httpx
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from bench.faults.records import Poll, Rest, Usage
 
 READY = re.compile(r"ready: .* at ([^ ,\"]+), ([^ ,\"]+)")
-SERVICE = "pagedjax.v1.Inference"
+ABOUT_A_REQUEST = re.compile(r'"level": "info", "message": "(request|refused)"')
 METRIC = re.compile(r"^(\S+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Server:
-    """A process that takes requests."""
+    """A process that takes requests. Its log goes to a file: to a pipe it would have to wait for who reads it."""
 
     process: asyncio.subprocess.Process
     grpc: str  # host:port
     url: str
-    log: list[str]  # what it writes, to its end
-    reading: "asyncio.Task[None]"
+    file: Path
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def log(self) -> list[str]:
+        """Its lines, without those that tell of one request."""
+        with self.file.open(encoding="utf-8", errors="replace") as lines:
+            return [line.rstrip() for line in lines if not ABOUT_A_REQUEST.search(line)]
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
@@ -49,29 +51,17 @@ def flags(options: Mapping[str, Any]) -> list[str]:
     return [part for name, value in shown.items() for part in (f"--{name.replace('_', '-')}", *value.split())]
 
 
-async def start(model: str, options: Mapping[str, Any], more: Sequence[str] = ()) -> Server:
-    """RuntimeError, with the end of its log, where it ends before it is ready."""
+async def start(model: str, options: Mapping[str, Any], file: Path, more: Sequence[str] = ()) -> Server:
+    """`file`: for its log. RuntimeError, with the end of that, where it ends before it is ready."""
     command = ["-m", "pagedjax", "serve", model, "--served-model-name", "model", "--grpc-port", "0", "--http-port", "0"]
     command += ["--log-format", "json", *flags(options), *more]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, limit=1 << 20
-    )
-    assert process.stderr is not None
-    log: list[str] = []
-    async for line in process.stderr:
-        log.append(line.decode(errors="replace").rstrip())
-        if found := READY.search(log[-1]):
-            reading = asyncio.create_task(_read(process.stderr, log))
-            return Server(process, found[1], f"http://{found[2]}", log, reading)
-    raise RuntimeError(f"the server ended with {await process.wait()}: {log[-5:]}")
-
-
-async def _read(stderr: asyncio.StreamReader, log: list[str]) -> None:
-    """A line for each request would be too much to keep: those that say no more than that stay out."""
-    async for raw in stderr:
-        line = raw.decode(errors="replace").rstrip()
-        if '"level": "info", "message": "re' not in line:  # "request" and "refused"
-            log.append(line)
+    with file.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=log, stdout=asyncio.subprocess.DEVNULL)
+    while process.returncode is None:
+        if found := READY.search(file.read_text(encoding="utf-8", errors="replace")):
+            return Server(process, found[1], f"http://{found[2]}", file)
+        await asyncio.sleep(0.05)
+    raise RuntimeError(f"the server ended with {process.returncode}: {file.read_text(errors='replace')[-2000:]}")
 
 
 def errors_in(log: Sequence[str]) -> tuple[str, ...]:
@@ -92,11 +82,6 @@ async def stop(server: Server) -> None:
     if server.process.returncode is None:
         server.process.kill()
     await server.process.wait()
-    await server.reading
-
-
-def terminate(server: Server) -> None:
-    server.process.send_signal(signal.SIGTERM)
 
 
 # --- from outside ---------------------------------------------------------------------------------------------------
@@ -109,51 +94,26 @@ def usage(pid: int, at: float) -> Usage:
     return Usage(at, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), len(list((folder / "fd").iterdir())))
 
 
-@dataclass
-class Watch:
-    """Polls until it is told to end."""
-
-    polls: list[Poll] = field(default_factory=list)
-    usage: list[Usage] = field(default_factory=list)
-
-
-async def watch_usage(server: Server, watch: Watch, clock: Callable[[], float], *, every: float) -> None:
+async def watch_usage(server: Server, found: list[Usage], clock: Callable[[], float], *, every: float) -> None:
     while server.process.returncode is None:
         try:
-            watch.usage.append(usage(server.pid, clock()))
+            found.append(usage(server.pid, clock()))
         except (FileNotFoundError, ProcessLookupError, KeyError):
             return  # it has just ended
         await asyncio.sleep(every)
 
 
-async def watch_health(server: Server, watch: Watch, clock: Callable[[], float], *, every: float, limit: float) -> None:
-    """Asks for liveness and readiness by both protocols, over connections of its own, until the process has ended."""
-    async with grpc.aio.insecure_channel(server.grpc) as channel, httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-
-        async def by_grpc(service: str) -> bool:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=2 * limit)
-            return answer.status == health_pb2.HealthCheckResponse.SERVING
-
-        async def by_http(path: str) -> bool:
-            return (await client.get(path, timeout=2 * limit)).status_code == 200
-
-        async def poll(name: str, ask: Callable[[str], Any], what: str) -> None:
-            began = time.perf_counter()
-            at, says = clock(), None
-            with contextlib.suppress(grpc.aio.AioRpcError, httpx.HTTPError):
-                says = await ask(what)
-            watch.polls.append(Poll(at, name, says, time.perf_counter() - began))
-
-        questions = (
-            ("grpc live", by_grpc, ""),
-            ("grpc ready", by_grpc, SERVICE),
-            ("http live", by_http, "/health"),
-            ("http ready", by_http, "/ready"),
-        )
-        while server.process.returncode is None:
-            await asyncio.gather(*(poll(*question) for question in questions))
-            await asyncio.sleep(every)
+async def watch_health(server: Server, *, begin: float, every: float, limit: float) -> list[Poll]:
+    """By a process of its own, as an orchestrator is one, until the server has ended. `begin`: time.monotonic() of second 0."""
+    command = ["-m", "bench.faults.health", server.grpc, server.url, str(server.pid), str(begin), str(every), str(limit)]
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return [Poll(*json.loads(line)) for line in said.splitlines()]
 
 
 def metrics_of(page: str) -> dict[str, dict[str, float]]:
