@@ -1,7 +1,8 @@
 # make demo    install, fetch a small real model, answer eight chat prompts at once
 # make test    install, run the tests (what .ci/run calls)
-# make acceptance  programs that nobody here wrote drive the server (installs them)
-# make lint    ruff and pyright, as CI does
+# make acceptance  programs that nobody here wrote drive the server (installs them; acceptance-short is what CI runs)
+# make lint    ruff and pyright, and buf over the .proto files, as CI does
+# make audit   which of the pinned versions have known vulnerabilities (asks advisory services on the internet)
 # make models  fetch the model that the demo and some tests use
 # make vocabs  fetch vocabularies of other models, for more tests of tokenizers (77 MB)
 # make protos  make the code in serving/proto anew, after its .proto files changed
@@ -23,7 +24,8 @@ GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 # Trust what the system trusts: some networks have a certificate of their own.
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: demo test acceptance lint models vocabs install protos aot aot-short kernels gpu-checks bench faults fuzz experiments clean
+.PHONY: demo test acceptance acceptance-short lint audit models vocabs install protos aot aot-short kernels gpu-checks bench faults fuzz \
+  experiments clean
 
 # --- environment ---------------------------------------------------------------------------------------------------------
 
@@ -53,8 +55,26 @@ models: $(GGUF)
 vocabs: .venv/ready
 	$(PY) tests/golden/fetch_vocabs.py --uv "$(UV)"
 
+# --- programs of others that drive the server -----------------------------------------------------------------------------
+
+.venv/ready-acceptance: .venv/ready
+	@$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --group acceptance
+	@touch $@
+
+.tools/inference-perf/ready: tests/acceptance/inference_perf.txt .python-version | $(OWN_UV)
+	@echo "making .tools/inference-perf"
+	@$(UV) venv --quiet --allow-existing --python "$$(cat .python-version)" .tools/inference-perf
+	@$(UV) pip install --quiet --python .tools/inference-perf/bin/python --requirement $<
+	@touch $@
+
+# OpenAI's client for JavaScript.
+NPM := tests/acceptance/openai_npm/node_modules
+$(NPM)/ready: tests/acceptance/openai_npm/package.json
+	@if command -v npm >/dev/null; then npm install --prefix $(<D) --no-audit --no-fund --no-package-lock --loglevel=error && touch $@; \
+	else echo "no npm here: the tests of OpenAI's client for JavaScript will be skipped"; fi
+
 # Tests are written for CPU (they simulate several devices); the rest runs on what JAX finds.
-test acceptance lint aot aot-short kernels faults fuzz: export JAX_PLATFORMS ?= cpu
+test acceptance acceptance-short lint aot aot-short kernels faults fuzz: export JAX_PLATFORMS ?= cpu
 
 # --- what people run -----------------------------------------------------------------------------------------------------
 
@@ -64,14 +84,23 @@ demo: .venv/ready $(GGUF)
 test: .venv/ready
 	$(PY) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --cov --cov-report=term:skip-covered
 
-acceptance: .venv/ready
-	$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --group acceptance
-	$(PY) -m pytest tests/acceptance
+acceptance: .venv/ready-acceptance .tools/inference-perf/ready $(NPM)/ready
+	$(PY) -m pytest tests/acceptance --durations=10
+
+# Without what needs an environment of its own, or a program of the system.
+acceptance-short: .venv/ready-acceptance $(NPM)/ready
+	$(PY) -m pytest tests/acceptance $(addprefix --ignore=tests/acceptance/test_,inference_perf.py prometheus.py) --durations=10
 
 lint: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/pyright
+	.venv/bin/buf lint
+	.venv/bin/buf breaking --against tests/golden/pagedjax_v1.binpb
+
+# AUDIT=--may-be-unreachable: says so, and goes on, where no advisory service answers.
+audit: .venv/ready
+	$(PY) .ci/audit.py $(AUDIT) constraints.txt $(UV) tool run --quiet --python $(PY) --from pip-audit==2.10.1 pip-audit
 
 bench: .venv/ready $(GGUF)
 	$(PY) -m bench.offline $(GGUF)
@@ -90,6 +119,8 @@ experiments: .venv/ready
 	$(PY) -m bench.fairness > $(RESULTS)/fairness.jsonl
 	$(PY) -m bench.replay reserve --limit 2000 > $(RESULTS)/reserve.jsonl
 	$(PY) -m bench.replay rate --limit 400 --latency 0.1 > $(RESULTS)/rate.jsonl
+	$(PY) -m bench.replay swap --limit 2000 > $(RESULTS)/swap.jsonl
+	$(PY) -m bench.replay deadline --limit 2000 --rates 3 4 6 --policies first_come deadline shortest_work > $(RESULTS)/deadline.jsonl
 	for trace in code:500 conv:400 conversation:400 synthetic:400; do \
 	  $(PY) -m bench.replay reserve --trace $${trace%:*} --limit $${trace#*:}; done > $(RESULTS)/reserve-raw.jsonl
 	$(PY) -m bench.replay cache --blocks > $(RESULTS)/cache-ideal.jsonl
@@ -122,4 +153,4 @@ aot: .venv/ready-aot
 	$(PY) -m pallas_kernels.aot --json aot.json
 
 clean:
-	rm -rf .venv .tools .models
+	rm -rf .venv .tools .models $(NPM)

@@ -22,6 +22,7 @@ from bench import kernel_plot, kernels
 from pallas_kernels import OPS
 from pallas_kernels.common.targets import chip_for, platform_of
 from pallas_kernels.workload import Attention, Load, Write
+from pallas_kernels.workload_matmul import Grouped, Quantized
 
 SMALL = Attention(5, 300, kv_heads=2, layers=1)
 HUGE = Attention(64, 32768, kv_heads=8)  # 2**32 elements, 8 GiB
@@ -40,11 +41,16 @@ LOADS: tuple[Load, ...] = (
     dataclasses.replace(SMALL, new=70, window=100),
     WRITES,
     dataclasses.replace(WRITES, dtype="int8", scales="token"),
+    *(Quantized(tokens, 2048, 1024, group=group, zeros=group == 64) for tokens in (1, 17, 300) for group in (0, 32, 64, 128)),
+    Quantized(17, 2048, 1024, int8_activations=True),
+    *(Grouped(tokens, 512, 768, experts=16) for tokens in (1, 40, 1000)),
     HUGE,
 )
 QUICK: tuple[Load, ...] = (
     dataclasses.replace(SMALL, width=16, dtype="float32"),
     dataclasses.replace(WRITES, width=16, dtype="float32"),
+    Quantized(3, 64, 48, "float32", 32, True),
+    Grouped(9, 32, 24, "float32", 3),
 )
 BOUND = 2.0**-7  # of the largest value, as in common/testing.py
 

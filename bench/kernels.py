@@ -33,6 +33,7 @@ from pallas_kernels.common.dispatch import choose
 from pallas_kernels.common.targets import Chip, chip_for, platform_of
 from pallas_kernels.measure import seconds_of, with_donation
 from pallas_kernels.workload import Attention, Load, Write, fill
+from pallas_kernels.workload_matmul import Grouped, Quantized
 
 try:
     from bench import kernel_plot
@@ -57,6 +58,11 @@ SERVING: tuple[Load, ...] = (
     Attention(1, 8192, new=2048, dtype="float8_e4m3fn", scales="token"),
     Write(64, 8192),
     Write(1, 8192, new=2048),
+    *(Quantized(tokens, 4096, 28672, group=group) for tokens in (1, 64, 2048) for group in (0, 128)),
+    Quantized(64, 4096, 28672, int8_activations=True),
+    Grouped(512, 2048, 768, experts=128),
+    Grouped(128, 4096, 14336),
+    Grouped(4096, 4096, 14336),
 )
 CPU_BF16, CPU_F32 = (Attention(8, 2048, dtype=dtype) for dtype in ("bfloat16", "float32"))
 ON_CPU: tuple[Load, ...] = (
@@ -67,9 +73,19 @@ ON_CPU: tuple[Load, ...] = (
     Attention(8, 2048, dtype="int8", scales="token"),
     Attention(1, 1024, new=256, dtype="float32"),
     Write(32, 256, kv_heads=4, width=64, block_size=16, dtype="float32"),
+    *(Quantized(tokens, 2048, 2048, "float32", group) for tokens in (8, 256) for group in (0, 128)),
+    Quantized(8, 2048, 2048, "float32", int8_activations=True),
+    Grouped(16, 1024, 512, "float32", 64),
+    Grouped(512, 1024, 2048, "float32"),
 )
 TINY: dict[str, Any] = {"kv_heads": 2, "group": 2, "width": 16, "block_size": 16, "dtype": "float32"}
-QUICK: tuple[Load, ...] = (Attention(3, 48, **TINY), Attention(2, 32, new=8, **TINY), Write(3, 48, **TINY))
+QUICK: tuple[Load, ...] = (
+    Attention(3, 48, **TINY),
+    Attention(2, 32, new=8, **TINY),
+    Write(3, 48, **TINY),
+    Quantized(3, 64, 48, "float32", 32, True),
+    Grouped(9, 32, 24, "float32", 3),
+)
 
 
 @dataclass(frozen=True)
@@ -105,14 +121,14 @@ class Row:
 
 def repeated(f: Callable[..., Any], at: int, times: int, replace: bool) -> Callable[..., Any]:
     """f called `times` times on the device, each call after the one before: its argument number `at` becomes the result (replace)
-    or keeps its value by a sum with next to nothing of the result. Without this, short calls would measure Python. Returns the
-    last result."""
+    or keeps its value by a sum with next to nothing of the result's first number. Without this, short calls would measure Python.
+    Returns the last result."""
 
     def loop(*args):
         def body(_, carry):
             x, _ = carry
             out = jax.tree.leaves(f(*args[:at], x, *args[at + 1 :]))[0]
-            return (out, 0) if replace else (x + (out * 1e-30).astype(x.dtype).reshape(x.shape), out)
+            return (out, 0) if replace else (x + (out.reshape(-1)[0] * 1e-30).astype(x.dtype), out)
 
         if times == 1:
             return jax.tree.leaves(f(*args))[0]

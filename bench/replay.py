@@ -3,9 +3,11 @@
     python -m bench.replay cache      # hit rate of the Mooncake traces: without a bound, and against the size of the pool
     python -m bench.replay reserve    # what the pool holds and how many run, for each way to reserve, with a queue that never ends
     python -m bench.replay rate       # normalized latency against the rate of requests, for each way to reserve
+    python -m bench.replay swap       # with that queue, what preempted sequences cost: computed again, or swapped to host memory
+    python -m bench.replay deadline   # of requests with deadlines, how many are done in time, by policy and rate
 
-`cache`: a token stands for 256, a block of two for the trace's blocks of 512. `reserve` and `rate`: the lengths of the Azure
-conversation trace, scaled to the means of ShareGPT, in 15,700 slots, as in figures 2, 12 and 13 of the PagedAttention paper.
+`cache`: a token stands for 256, a block of two for the trace's blocks of 512. All others: the lengths of the Azure conversation
+trace, scaled to the means of ShareGPT, in 15,700 slots, as in figures 2, 12 and 13 of the PagedAttention paper.
 """
 
 import argparse
@@ -15,12 +17,13 @@ import math
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple
-from typing import Any, NamedTuple
+from dataclasses import astuple, replace
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from bench.traces import AZURE, MOONCAKE, SHAREGPT_MEANS, ideal_hit_rate, with_means
+from pagedjax.config import Policy, Preemption
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.entrance import ServiceRules
 from pagedjax.host.policy import POLICIES, PolicyOptions
@@ -35,7 +38,8 @@ MODES: tuple[Reserve, ...] = ("max", "pow2", "oracle", "paged")
 PAPER = {"max": 0.204, "pow2": 0.268, "oracle": 0.382, "paged": 0.963}  # share of tokens, Kwon et al. 2023, figure 2
 PAPER_BATCH = {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "paged": 30.42}  # figure 13a: OPT-13B, ShareGPT, 2 requests a second
 SLOTS, LONGEST, LONGEST_PROMPT = 15_700, 2048, 1024  # table 1: OPT-13B on an A100 with 40 GB; its context; the filter of prompts
-# OPT-13B in float16 (40 layers, 40 heads of width 128) on an A100, at 80 % of its bandwidth and 60 % of its operations.
+# OPT-13B in float16 (40 layers, 40 heads of width 128) on an A100, at 80 % of its bandwidth and of that of PCIe 4.0 with 16 lanes,
+# and 60 % of its operations.
 A100_13B = from_data_sheet(
     weight_bytes=2 * 13e9,
     kv_bytes=2 * 2 * 40 * 40 * 128,
@@ -43,6 +47,7 @@ A100_13B = from_data_sheet(
     pair_flops=4 * 40 * 40 * 128,
     bandwidth=0.8 * 1.555e12,
     flops=0.6 * 312e12,
+    host_bandwidth=0.8 * 31.5e9,
 )
 
 # --- the prefix cache ---------------------------------------------------------------------------------------------------------
@@ -55,8 +60,11 @@ SPEED = 0.25  # of arrivals: what the traces' cluster served is more than twice 
 
 def coarse(step_time: StepTime) -> StepTime:
     """Of steps whose tokens each stand for COARSE: as many passes in one, each with the whole token budget."""
-    per_pass, per_token, per_row, per_context, per_pair = astuple(step_time)
-    return StepTime(COARSE * per_pass, COARSE * per_token, COARSE * per_row, COARSE**2 * per_context, COARSE**2 * per_pair)
+    per_pass, per_token, per_row, per_context, per_pair, per_moved = astuple(step_time)
+    square = COARSE**2
+    return StepTime(
+        COARSE * per_pass, COARSE * per_token, COARSE * per_row, square * per_context, square * per_pair, COARSE * per_moved
+    )
 
 
 def coarse_arrivals(trace: Iterable[Traced], *, speed: float, outputs: bool) -> Iterator[Arrival]:
@@ -149,8 +157,9 @@ def setting_of(name: str, limit: int | None) -> Setting:
     return Setting(name, thinned(whole, limit), 60_100 if name in AZURE else 800_000, longest, budget=8192, block=16)
 
 
-def reserving(mode: Reserve, setting: Setting, block: int = 16) -> Scheduler:
-    """A scheduler that reserves like this, with as many lanes as can be of use. block: its slots where sequences do not reserve."""
+def reserving(mode: Reserve, setting: Setting, block: int = 16, **options: Any) -> Scheduler:
+    """A scheduler that reserves like this, with as many lanes as can be of use. block: its slots where sequences do not reserve.
+    `options` are the Scheduler's."""
     size = block if mode == "paged" else setting.block
     return Scheduler(
         (BlockPool if mode == "paged" else BuddyPool)(1 + setting.slots // size),
@@ -163,6 +172,7 @@ def reserving(mode: Reserve, setting: Setting, block: int = 16) -> Scheduler:
         prefix_caching=False,
         reserve=mode,
         clock=Clock(),
+        **options,
     )
 
 
@@ -218,6 +228,60 @@ def rate_at(mode: Reserve, setting: Setting, latency: float, low: float = 0.05, 
     return {"latency": latency, **found}
 
 
+# --- preemption and deadlines, on an A100 with 13B parameters ------------------------------------------------------------------
+
+
+def preempting(preemption: Preemption, setting: Setting, bus: float, block: int = 16) -> dict[str, Any]:
+    """All requests at once, with as much host memory as the pool has, over a bus of `bus` times the speed of PCIe 4.0."""
+    step_time = replace(A100_13B, per_moved=A100_13B.per_moved / bus)
+    places, seconds = setting.slots // block, block * step_time.per_moved
+    scheduler = reserving("paged", setting, block, host_blocks=places, swap_seconds=seconds, preemption=preemption)
+    report = simulate(arrivals(r._replace(at=0.0) for r in setting.trace), scheduler, step_time)
+    said = summary(report)
+    return {
+        "preemption": preemption,
+        "bus": bus,
+        "seconds": report.seconds,
+        "preemptions": report.stats.preemptions,
+        "swaps": report.stats.swaps,
+        "recomputed": report.stats.recomputed_tokens / report.stats.scheduled_tokens,
+        "longest_gap": said["gap"]["max"],
+    }
+
+
+PER_TOKEN = (0.1, 0.3, 1.0)  # seconds a token of output until the deadline, after one second: the requests take turns
+
+
+def due(arrival: Arrival, number: int) -> float:
+    """Seconds from arrival."""
+    return 1 + PER_TOKEN[number % len(PER_TOKEN)] * (arrival.request.params.max_tokens or 0)
+
+
+def with_deadlines(setting: Setting, rate: float, policy: Policy, *, told: bool = True) -> dict[str, Any]:
+    """Requests at random times, each with a deadline for its last token. Not `told`: the scheduler does not know the deadlines."""
+    made = list(arrivals(poisson(setting.trace, rate)))
+    limits = [due(arrival, number) for number, arrival in enumerate(made)]
+    if told:
+        made = [
+            arrival._replace(request=replace(arrival.request, service=Service(deadline=limit)))
+            for arrival, limit in zip(made, limits, strict=True)
+        ]
+    report = simulate(made, reserving("paged", setting, service=ServiceRules(policy)), A100_13B)
+    whole = [life.finish == "length" and (life.last or 0.0) - life.arrival <= limits[int(life.id)] for life in report.lives]
+    return {
+        "policy": policy,
+        "rate": rate,
+        "told": told,
+        "in_time": sum(whole) / len(whole),
+        "dropped": sum(life.entered is None for life in report.lives) / len(whole),
+        "tokens_in_vain": sum(
+            life.usage.generated for life, good in zip(report.lives, whole, strict=True) if life.usage is not None and not good
+        )
+        / max(1, sum(life.usage.generated for life in report.lives if life.usage is not None)),
+        "seconds": report.seconds,
+    }
+
+
 # --- the command ------------------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +294,14 @@ def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts, outputs = spread([r.prompt for r in setting.trace]), spread([r.output for r in setting.trace])
     sizes = {"slots": setting.slots, "longest": setting.longest}
     yield {"trace": setting.name, "requests": len(setting.trace), "prompts": prompts, "outputs": outputs, **sizes}
+    if args.what == "swap":
+        yield from (preempting(how, setting, bus) for bus in args.buses for how in get_args(Preemption))
+        return
+    if args.what == "deadline":
+        for rate in args.rates:
+            yield with_deadlines(setting, rate, "first_come", told=False)
+            yield from (with_deadlines(setting, rate, policy) for policy in args.policies)
+        return
     for mode in args.modes:
         if args.what == "reserve":
             yield saturated(mode, setting)
@@ -241,7 +313,7 @@ def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cache", "reserve", "rate"])
+    parser.add_argument("what", choices=["cache", "reserve", "rate", "swap", "deadline"])
     parser.add_argument("--limit", type=int, help="requests of the trace (default: all)")
     parser.add_argument("--trace", choices=["scaled", *AZURE, *MOONCAKE], default="scaled", help="to reserve for")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
@@ -249,6 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--speed", type=float, default=SPEED, help="of the arrivals at the prefix cache")
     parser.add_argument("--blocks", nargs="*", type=int, default=[1000, 3000, 10_000, 30_000, 100_000], help="of 512 tokens")
     parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1, 1.5, 2, 2.5, 3], help="requests a second")
+    parser.add_argument("--buses", nargs="+", type=float, default=[0.1, 1.0], help="to host memory, times PCIe 4.0")
     parser.add_argument("--latency", nargs="+", type=float, help="seconds a token: find the rate at which it is reached")
     args = parser.parse_args(argv)
     start = time.perf_counter()

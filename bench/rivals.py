@@ -1,6 +1,6 @@
-"""What bench/kernels.py runs beside the ops: gathering the whole context (the control), JAX's own paged kernels where this version
-of JAX has them, and PyTorch's attention where PyTorch is installed. Each takes a call and returns a function that makes one, or
-None where it cannot."""
+"""What bench/kernels.py runs beside the ops: gathering the whole context (the control), weights that are not quantized, JAX's own
+kernels where this version of JAX has them, and PyTorch's attention where PyTorch is installed. Each takes a call and returns a
+function that makes one, or None where it cannot."""
 
 import warnings
 from collections.abc import Callable
@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.workload import Attention, Load
+from pallas_kernels.workload import Attention, Load, array, fill
+from pallas_kernels.workload_matmul import Grouped, Quantized
 
 try:
     with warnings.catch_warnings():
@@ -22,6 +24,10 @@ try:
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged_kernels
 except ImportError:
     tpu_kernels = ragged_kernels = None
+try:
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+except ImportError:
+    gmm: Any = None
 try:
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn.attention import bias  # pyright: ignore[reportMissingImports]
@@ -123,6 +129,33 @@ def torch_sdpa(load: Load, args: tuple[Any, ...], platform: str) -> Run | None:
     return run
 
 
+def whole_weights(load: Load, args: tuple[Any, ...], platform: str) -> Run | None:
+    """A product with weights in the dtype of the activations."""
+    if not isinstance(load, Quantized):
+        return None
+    some = args[1], fill(array(load.dtype, load.outputs, load.inputs), 0)
+    f = jax.jit(lambda x, w: lax.dot_general(x, w, (((1,), (1,)), ((), ())))).lower(*some).compile()
+    return lambda: f(*some)
+
+
+def ragged_dot(load: Load, args: tuple[Any, ...], platform: str) -> Run | None:
+    """XLA's product of groups, with weights [experts, in, out]."""
+    if not isinstance(load, Grouped):
+        return None
+    some = args[1], jax.jit(lambda w: w.swapaxes(1, 2))(args[0]), args[2]
+    f = jax.jit(lax.ragged_dot).lower(*some).compile()
+    return lambda: f(*some)
+
+
+def megablox(load: Load, args: tuple[Any, ...], platform: str) -> Run | None:
+    """JAX's product of groups for TPU."""
+    if not isinstance(load, Grouped) or platform != "tpu" or gmm is None or load.tokens % 128:
+        return None
+    rhs, lhs, sizes = args
+    f = jax.jit(lambda *args: gmm(*args, preferred_element_type=load.dtype, transpose_rhs=True)).lower(lhs, rhs, sizes).compile()
+    return lambda: f(lhs, rhs, sizes)
+
+
 def wait(result: Any) -> None:
     """Until it is there, whoever made it."""
     if torch is not None and isinstance(result, torch.Tensor):
@@ -136,4 +169,7 @@ RIVALS: dict[str, Callable[[Load, tuple[Any, ...], str], Run | None]] = {
     "gather all": gather_all,
     "jax": jax_kernel,
     "torch sdpa": torch_sdpa,
+    "whole weights": whole_weights,
+    "ragged dot": ragged_dot,
+    "megablox": megablox,
 }

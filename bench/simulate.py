@@ -55,7 +55,14 @@ def watched(engine: Engine) -> Iterator[list[Sample]]:
     def commit_watched(plan: Plan, results: Any, seconds: float | None = None) -> Any:
         nonlocal done
         now = time.perf_counter()
-        samples.append(Sample(work_of(plan, engine.buckets), len(plan.rows), plan.num_tokens, now - max(done, planned.popleft())))
+        samples.append(
+            Sample(
+                work_of(plan, engine.buckets, scheduler.block_size),
+                len(plan.rows),
+                plan.num_tokens,
+                now - max(done, planned.popleft()),
+            )
+        )
         done = now
         return commit(plan, results, seconds)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -12,7 +13,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from checkpoints.bind import file_specs
 from checkpoints.checkpoint import Checkpoint
 from pagedjax.config import Dtype, ModelConfig
-from pagedjax.device.params import ParamSpec, ParamTree, ShardLayout, Stacked, map_specs, pad_param, shard_layout, stack_layers
+from pagedjax.device.params import (
+    ParamSpec,
+    ParamTree,
+    ShardLayout,
+    Stacked,
+    abstract_params,
+    map_specs,
+    pad_param,
+    shard_layout,
+    stack_layers,
+)
 from pagedjax.errors import check
 from pagedjax.models import model_for
 
@@ -26,6 +37,21 @@ def resolve_dtype(checkpoint: Checkpoint, dtype: Literal["auto", "float32", "bfl
     if dtype != "auto":
         return dtype
     return "float32" if mesh.devices.flat[0].platform == "cpu" else checkpoint.weights_dtype
+
+
+def open_params(
+    checkpoint: Checkpoint,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16"],
+    mesh: Mesh,
+    stacked: bool,
+    progress: Progress | None = None,
+) -> tuple[ParamTree, ShardLayout, Callable[[], ParamTree]]:
+    """The parameters that load_params loads, as ShapeDtypeStructs, their layout, and the function that loads them."""
+    layout = shard_layout(checkpoint.config, mesh.shape["model"])
+    specs = model_for(layout.cfg.architecture).param_specs(layout.cfg, resolve_dtype(checkpoint, dtype, mesh), layout.vocab)
+    load = partial(load_params, checkpoint, dtype=dtype, mesh=mesh, stacked=stacked, progress=progress)
+    return abstract_params(specs, layout.cfg, mesh, stacked=stacked), layout, lambda: load()[0]
 
 
 def load_params(

@@ -139,7 +139,7 @@ def figures(llm: LLM, answers: Sequence[Answer], watch: Watch, seconds: float) -
         ("blocks used", f"{stats.peak_blocks} of {pool.capacity} at most, {size} tokens each"),
         ("block waste", f"{sum(watch.wasted) / len(watch.wasted):.1%} of held slots; at most {stats.worst_waste} in one sequence"),
         ("padding", f"{padding.padding / max(1, padding.computed + padding.padding):.1%} of computed tokens"),
-        ("load time", f"{llm.load_seconds:.1f} s"),
+        ("load time", f"{engine.load_seconds:.1f} s"),
         ("compile time", f"{engine.compile_seconds:.1f} s for {len(engine.executables)} shapes"),
         ("compilations after start", str(engine.compilations_after_start)),
         ("peak memory", terminal.size(peak)),

@@ -46,9 +46,21 @@ def make_buckets(config: EngineConfig, *, on_cpu: bool, one_row: bool) -> tuple[
     )
     check(tokens[-1] >= budget, f"the largest of prefill_tokens must be at least max_num_batched_tokens {budget}; got {tokens[-1]}")
     check(tokens[-1] > rows, f"the largest of prefill_tokens must be above {rows}, the rows it holds; got {tokens[-1]}")
+    sizes, tokens = within(config.buckets.compile_budget, sizes, tokens)
     # The largest takes every plan there can be; the others save time where prompts are few and long.
     prefill = (Bucket(t, rows if t == tokens[-1] else min(rows, max(least, t // 2))) for t in tokens)
     return tuple(sorted({*(Bucket(s, s) for s in sizes), *prefill}))
+
+
+def within(budget: int, *ladders: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Ascending ladders with at most `budget` sizes together (0: no bound), and each its largest. One size after the other goes,
+    always the one without which the factor that a plan may be rounded up by is the least."""
+    kept = [list(sizes) for sizes in ladders]
+    while budget and sum(map(len, kept)) > budget:
+        gaps = [(sizes[i + 1] / (sizes[i - 1] if i else 1), i, sizes) for sizes in kept for i in range(len(sizes) - 1)]
+        _, i, sizes = min(gaps, key=lambda gap: gap[0])
+        del sizes[i]
+    return tuple(map(tuple, kept))
 
 
 def pick(buckets: Iterable[Bucket], tokens: int, rows: int, *, steps: int = 1, scores: bool = False) -> Bucket:

@@ -116,6 +116,7 @@ class Simulate:
         ),
     ]
     num_blocks: int = 8192  # blocks of the pool
+    host_blocks: int = 0  # blocks that find room in host memory, where preempted sequences and evicted prefixes may go
     block_size: int = 64  # P, tokens in a block; a power of two
     prefix_caching: bool = True  # start from blocks that already hold the beginning of a prompt
     reserve: Reserve = "paged"  # block by block, or one contiguous run from the start
@@ -123,7 +124,8 @@ class Simulate:
         str,
         tyro.conf.arg(
             metavar="FILE",
-            help="A JSON object with the seconds per_pass, per_token, per_row, per_context, per_pair, as bench.simulate fits them.",
+            help="A JSON object with the seconds per_pass, per_token, per_row, per_context, per_pair and per_moved (of a token to "
+            "host memory or back), as bench.simulate fits them.",
             help_behavior_hint="(default: 8B parameters by the data sheet of an H200)",
         ),
     ] = ""

@@ -199,8 +199,11 @@ class BucketConfig:
 
     decode_rows: tuple[int, ...] = ()  # rows of the decode buckets
     prefill_tokens: tuple[int, ...] = ()  # tokens of the buckets that hold prefill
+    compile_budget: int = 0  # most buckets, 2 or more: a start with fewer is shorter, its steps are padded more; 0: no bound
 
     def __post_init__(self):
+        budget = self.compile_budget
+        check(budget == 0 or budget >= 2, f"compile_budget must be 2 or more (one to decode, one for prompts), or 0; got {budget}")
         for name in ("decode_rows", "prefill_tokens"):
             sizes = getattr(self, name)
             integers = isinstance(sizes, list | tuple) and all(type(size) is int for size in sizes)

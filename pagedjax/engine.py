@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -76,9 +77,11 @@ class Engine:
         config: EngineConfig,
         mesh: Mesh,
         *,
+        load: Callable[[], Any] | None = None,
         progress: Progress = lambda *_: None,
     ):
-        """`config` is resolved (config.resolve) and names the dtype; `params` are placed on `mesh` in `layout`."""
+        """`config` is resolved (config.resolve) and names the dtype; `params` are placed on `mesh` in `layout`. With `load` they
+        are abstract, and it gives the arrays: it is called in another thread, while the steps are compiled."""
         self.model, self.config, self.mesh = model, config, mesh
         schedule, size = config.schedule, config.cache.block_size
         self.params, self._vocab = params, layout.vocab
@@ -89,15 +92,19 @@ class Engine:
         self._fields = {b: step_fields(b, model.layer_groups.count, self._table_width) for b in self.buckets}
         self._lane_fields = lane_fields(schedule.max_model_len, layout.vocab)
         spec = StepSpec(model_for(model.architecture), layout.cfg, mesh, schedule.decode_steps)
-        num_blocks = pool_blocks(config, layout.cfg, mesh, temp_bytes=partial(self._largest_temp, spec))
+        to_load = self.weight_bytes if load else 0
+        num_blocks = pool_blocks(config, layout.cfg, mesh, to_load=to_load, temp_bytes=partial(self._largest_temp, spec))
         places = swap_places(config, layout.cfg, mesh.devices.flat[0].platform)
         state = self._abstract_state(spec, num_blocks)
-        start = time.perf_counter()
-        self.executables, others = self._compile(spec, state, places > 0 or config.debug, progress)
+        with ThreadPoolExecutor(1, "load") as thread:
+            start = time.perf_counter()
+            loading = thread.submit(_timed, load or (lambda: params))
+            self.executables, others = self._compile(spec, state, places > 0 or config.debug, progress)
+            self.compile_seconds = time.perf_counter() - start
+            self.params, self.load_seconds = loading.result()
         self._write_lane, self._write_mask = others["set_lane"], others["set_mask"]
         self.host_tier = HostTier(others["read_block"].call, others["write_block"].call, places) if places else None
         moves = (others["read_block"].call, others["write_block"].call) if config.debug else None
-        self.compile_seconds = time.perf_counter() - start
         release_freed()
         self.state: DeviceState = others["zero_state"].call()
         self._watch = PoolWatch(*moves, self.state.kv.shape, kv_dtype(config), mesh) if moves else None
@@ -135,7 +142,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Of the parameters, padding for shards included, over all devices (what each holds of its own)."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
 
     def has_work(self) -> bool:
         return self.scheduler.has_work() or bool(self._in_flight)
@@ -332,6 +339,12 @@ class Engine:
             f"request {request.id}: allowed_token_ids must leave a token beside bad_words and, with min_tokens, the stop ids; "
             f"got {len(set(allowed))} allowed, all of them banned",
         )
+
+
+def _timed[T](work: Callable[[], T]) -> tuple[T, float]:
+    """What it gives, and the seconds it took."""
+    start = time.perf_counter()
+    return work(), time.perf_counter() - start
 
 
 def _logprobs(values: Sequence[np.ndarray], token: int, best: int) -> Logprobs:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from checkpoints.load import load_params, resolve_dtype
+from checkpoints.load import open_params, resolve_dtype
 from checkpoints.open import open_checkpoint
 from pagedjax.config import EngineConfig, resolve, with_options
 from pagedjax.device.compile import open_compile_cache
@@ -99,16 +99,14 @@ class LLM:
         self.tokenizer_source = checkpoint.tokenizer_source
         self.tokenizer: Tokenizer | None = open_tokenizer(self.tokenizer_source)
         self.defaults = checkpoint.defaults
-        start = time.perf_counter()
-        params, layout = load_params(
+        params, layout, load = open_params(
             checkpoint,
             dtype=config.dtype,
             mesh=mesh,
             stacked=platform != "cpu",
             progress=lambda done, total: progress("load", done, total),
         )
-        self.load_seconds = time.perf_counter() - start
-        self.engine = Engine(checkpoint.config, layout, params, config, mesh, progress=progress)
+        self.engine = Engine(checkpoint.config, layout, params, config, mesh, load=load, progress=progress)
         self.loop = EngineLoop(self.engine, self.tokenizer)
         weakref.finalize(self, self.loop.close)  # runs at the interpreter's exit, too: a thread inside JAX must not outlive it
         self._ids = itertools.count()

@@ -41,11 +41,12 @@ def swap_places(config: EngineConfig, model: ModelConfig, platform: str) -> int:
     return budget // each
 
 
-def pool_blocks(config: EngineConfig, model: ModelConfig, mesh: Mesh, *, temp_bytes: Callable[[], int]) -> int:
-    """N. kv_memory counts the whole pool, over all devices; 0 means: what is left of each device after the weights, the
-    largest temporary of a step (`temp_bytes`, asked only then) and 10 %; on CPU a quarter of the available memory, at most
-    4 GiB. Never more than all lanes at full length could use. What follows from free memory is rounded down: N is part of the
-    compiled shapes, and a start with a little less memory must find the programs of the one before in the cache."""
+def pool_blocks(config: EngineConfig, model: ModelConfig, mesh: Mesh, *, to_load: int, temp_bytes: Callable[[], int]) -> int:
+    """N. kv_memory counts the whole pool, over all devices; 0 means: what is left of each device after the weights (those that are
+    not there yet have `to_load` bytes, over all devices), the largest temporary of a step (`temp_bytes`, asked only then) and 10 %;
+    on CPU a quarter of what will be available, at most 4 GiB. Never more than all lanes at full length could use. What follows
+    from free memory is rounded down: N is part of the compiled shapes, and a start with a little less memory must find the
+    programs of the one before in the cache."""
     device = mesh.devices.flat[0]
     per_block = block_bytes(config, model, device.platform)
     schedule = config.schedule
@@ -56,10 +57,10 @@ def pool_blocks(config: EngineConfig, model: ModelConfig, mesh: Mesh, *, temp_by
         budget = config.cache.kv_memory
         blocks = min(budget // per_block, most)
     elif on_cpu:
-        budget = available_memory() // 4
+        budget = max(0, available_memory() - to_load) // 4
         blocks = rounded_down(budget // per_block, min(most, CPU_LIMIT // per_block), parts=2)
     else:
-        budget = _free_bytes(device, mesh.size, temp_bytes)
+        budget = max(0, _free_bytes(device, mesh.size, temp_bytes) - to_load)
         blocks = rounded_down(budget // per_block, most, parts=16)
     check(
         blocks >= 2,

@@ -109,12 +109,14 @@ class Report:
     slots: int  # of the pool
 
 
-def make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
-    """As the engine of this configuration (without zeros) makes it, with a Clock."""
-    return service.make_scheduler(config, num_blocks, clock=Clock())
+def make_scheduler(config: EngineConfig, num_blocks: int, *, host_blocks: int = 0, per_moved: float | None = None) -> Scheduler:
+    """As the engine of this configuration (without zeros) makes it, with a Clock. host_blocks: places in host memory; per_moved:
+    seconds in which a token of a block gets there, as in StepTime."""
+    seconds = None if per_moved is None else per_moved * config.cache.block_size
+    return service.make_scheduler(config, num_blocks, host_blocks=host_blocks, swap_seconds=seconds, clock=Clock())
 
 
-def work_of(plan: Plan, buckets: Sequence[Bucket]) -> Work:
+def work_of(plan: Plan, buckets: Sequence[Bucket], block_size: int) -> Work:
     """What a plan costs by, rounded up to its bucket; as it stands where there are no buckets."""
     tokens, rows, passes = plan.num_tokens, len(plan.rows), plan.steps
     context = pairs = 0
@@ -126,7 +128,8 @@ def work_of(plan: Plan, buckets: Sequence[Bucket]) -> Work:
     if buckets:
         bucket = pick(buckets, tokens, rows, steps=passes)
         tokens, rows = bucket.tokens, bucket.rows
-    return Work(passes, passes * tokens, passes * rows, context, pairs)
+    moved = block_size * (len(plan.swap_out) + len(plan.swap_in))
+    return Work(passes, passes * tokens, passes * rows, context, pairs, moved)
 
 
 def simulate(
@@ -160,7 +163,7 @@ def simulate(
             each_step(plan, clock.now)
             for entry in plan.entries:
                 run.enter(entry.request.id, entry.index)
-            begin, seconds = max(clock.now, free), step_time.seconds(work_of(plan, buckets))
+            begin, seconds = max(clock.now, free), step_time.seconds(work_of(plan, buckets, scheduler.block_size))
             free = begin + seconds
             flight.append((plan, begin, free))
             steps.append(_step(plan, begin, seconds, scheduler.stats, run.slots()))
@@ -294,6 +297,7 @@ def summary(report: Report) -> dict[str, Any]:
         "steps": _steps(report),
         "cached": {"tokens": report.stats.cached_tokens, "share": sum(u.cached for *_, u in spans) / max(1, prompt)},
         "preemptions": report.stats.preemptions,
+        "swaps": report.stats.swaps,
         "recomputed_tokens": report.stats.recomputed_tokens,
     }
 

@@ -41,15 +41,17 @@ def size(count: float) -> str:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Report]:
+def progress(say: Callable[[str], None] | None = None) -> Iterator[Report]:
     """A function for the `progress` of LLM: a bar for each kind of work while it goes on, then one line with its time.
 
-    "load" counts bytes; "compile 4x4" belongs to "compile". Without a terminal only the lines are printed.
+    "load" counts bytes; "compile 4x4" belongs to "compile". Without a terminal there are only the lines, and they go to `say` where
+    it is given.
     """
     starts: dict[str, float] = {}
     tasks: dict[str, TaskID] = {}
     columns = (TextColumn("{task.description:<8}"), BarColumn(30), TextColumn("{task.fields[detail]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console(), transient=True, disable=not sys.stderr.isatty()) as bars:
+    with Progress(*columns, console=console(), transient=True, disable=say is not None or not sys.stderr.isatty()) as bars:
+        tell = say or (lambda line: bars.console.print(line, style="dim"))
 
         def report(what: str, done: int, total: int) -> None:
             kind, _, part = what.partition(" ")
@@ -61,6 +63,6 @@ def progress() -> Iterator[Report]:
             if done >= total:
                 bars.remove_task(tasks[kind])
                 what_was = size(total) if kind == "load" else f"{total} programs"
-                bars.console.print(f"{kind:<8} {what_was} in {time.perf_counter() - starts.pop(kind):.1f} s", style="dim")
+                tell(f"{kind:<8} {what_was} in {time.perf_counter() - starts.pop(kind):.1f} s")
 
         yield report

@@ -2,6 +2,7 @@
 
     python -m pallas_kernels.tune paged_decode
     python -m pallas_kernels.tune paged_decode --load rows=1,context=32768,dtype=float8_e4m3fn --out tuned.json
+    python -m pallas_kernels.tune quant_matmul --load tokens=64,inputs=4096,outputs=14336,group=128
 
 Every candidate of every backend that takes the call is compiled and measured; what does not compile is told and left out.
 """
@@ -25,9 +26,13 @@ from pallas_kernels.common.targets import Chip, chip_for, platform_of
 from pallas_kernels.common.tuning import ROOT, Entry, chip_name, save, trying
 from pallas_kernels.measure import seconds_of, with_donation
 from pallas_kernels.workload import Attention, Load, Write
+from pallas_kernels.workload_matmul import Grouped, Quantized
 
 SERVING = ((64, 8192), (16, 4096), (1, 32768), (256, 512))  # rows and context
 SMALL = ((32, 256), (8, 1024), (1, 1024))  # for a CPU
+KINDS = {"kv_write": Write, "quant_matmul": Quantized, "grouped_matmul": Grouped}  # of the others Attention
+WEIGHTS = ((4096, 6144), (4096, 28672), (14336, 4096))  # inputs and outputs: products of a layer of Llama 3 8B
+EXPERTS = ((2048, 768, 128), (768, 2048, 128), (4096, 14336, 8))  # and experts: Qwen3 30B A3B, Mixtral 8x7B
 GAIN = 0.02  # a candidate that saves less than this share of the time is not worth the name
 
 
@@ -39,6 +44,8 @@ class Trial:
 
 def default_loads(op: str, platform: str) -> list[Load]:
     """What is tuned when nobody says what for."""
+    if op in ("quant_matmul", "grouped_matmul"):
+        return product_loads(op, platform)
     shapes = SMALL if platform == "cpu" else SERVING
     dtypes = ("float32", "bfloat16") if platform == "cpu" else ("bfloat16", "float8_e4m3fn")
     block = 16 if platform == "cpu" else 128 if platform == "tpu" else 64
@@ -51,9 +58,20 @@ def default_loads(op: str, platform: str) -> list[Load]:
     return [Attention(**size) for size in sizes]
 
 
+def product_loads(op: str, platform: str) -> list[Load]:
+    """`default_loads` of a product: decode steps and a prefill; on a CPU smaller ones."""
+    small = platform == "cpu"
+    counts, dtype = ((1, 8, 256), "float32") if small else ((1, 16, 64, 256, 2048), "bfloat16")
+    if op == "quant_matmul":
+        shapes = ((2048, 2048),) if small else WEIGHTS
+        return [Quantized(t, *shape, dtype, group) for shape in shapes for group in (0, 128) for t in counts]
+    shapes = ((1024, 2048, 8), (1024, 512, 64)) if small else EXPERTS
+    return [Grouped(8 * t, *shape[:2], dtype, shape[2]) for shape in shapes for t in counts]
+
+
 def load_of(op: str, text: str) -> Load:
     """ "rows=64,context=8192,dtype=int8" as a call of the op; ValueError for what is none."""
-    kind = Write if op == "kv_write" else Attention
+    kind = KINDS.get(op, Attention)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {"ragged": True} if op == "paged_attention" else {}
     for part in text.split(","):
@@ -61,8 +79,9 @@ def load_of(op: str, text: str) -> Load:
         if name not in fields or not value:
             raise ValueError(f"a load must be name=value pairs of {', '.join(fields)}; got {part}")
         values[name] = value if name in ("dtype", "scales") else int(value)
-    if not {"rows", "context"} <= values.keys():
-        raise ValueError(f"a load must have rows and context; got {text}")
+    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    if not set(needed) <= values.keys():
+        raise ValueError(f"a load must have {', '.join(needed[:-1])} and {needed[-1]}; got {text}")
     return kind(**values)
 
 
@@ -116,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("op", choices=[op.name for op in OPS])
     parser.add_argument("--backend", help="only this one; default: all that have sizes to choose")
-    parser.add_argument("--load", action="append", metavar="rows=R,context=C,…", help="what to tune for; may be given again")
+    parser.add_argument("--load", action="append", metavar="NAME=N,…", help="what to tune for; may be given again")
     parser.add_argument("--out", type=Path, help="default: the tuned.json of the op")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds to measure a candidate for (default: 0.5)")
     args = parser.parse_args(argv)

@@ -1,5 +1,5 @@
-"""Calls of the ops with everything that they need, of any size: for tuners, benchmarks and compilers. Random numbers are made on
-the device, blocks lie in random order, nothing is empty."""
+"""Calls of the ops on the pool with everything that they need, of any size: for tuners, benchmarks and compilers
+(workload_matmul.py has those of products). Random numbers are made on the device, blocks lie in random order, nothing is empty."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

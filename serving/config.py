@@ -1,6 +1,7 @@
 """What the server is told, beside the engine's configuration."""
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -29,6 +30,8 @@ class ServeConfig:
     tokenizer_threads: int = 2  # that tokenize prompts and render chats
     profile_folder: str = ""  # where StartProfile writes; "": profiling is refused
     tool_parser: ToolParser = "auto"  # how the model writes tool calls; auto: in the way that its chat template teaches
+    metrics_prefix: Literal["vllm", "pagedjax"] = "vllm"  # of the metrics that vLLM's dashboards know
+    otlp_traces_endpoint: str = ""  # where a span of each request goes, over gRPC: http://HOST:4317 (extra otel); "": no tracing
     log_format: Literal["text", "json"] = "text"  # of the log, which goes to stderr
     log_prompts: bool = False  # write the token ids of prompts to the log, too
     limits: Limits = field(default_factory=Limits)
@@ -45,6 +48,10 @@ class ServeConfig:
         for name in ("drain_seconds", "unready_seconds"):
             check(getattr(self, name) >= 0, f"{name} must not be negative; got {getattr(self, name)}")
         check(self.wedged_seconds > 0, f"wedged_seconds must be positive; got {self.wedged_seconds}")
+        endpoint = self.otlp_traces_endpoint
+        right = not endpoint or re.fullmatch(r"https?://[^/\s]+/?", endpoint) is not None
+        check(right, f"otlp_traces_endpoint must be http://HOST:PORT or https://HOST:PORT; got {endpoint!r}")
+        check(self.metrics_prefix in ("vllm", "pagedjax"), f"metrics_prefix must be vllm or pagedjax; got {self.metrics_prefix!r}")
         parsers = get_args(ToolParser)
         check(self.tool_parser in parsers, f"tool_parser must be one of {', '.join(parsers)}; got {self.tool_parser!r}")
         check(self.tokenizer_threads >= 1, f"tokenizer_threads must be at least 1; got {self.tokenizer_threads}")

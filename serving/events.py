@@ -1,10 +1,11 @@
 """What happens to requests, told to whoever observes a Frontend: metrics, logs, traces."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pagedjax.host.request import FinishReason, Request, Usage
 from serving.auth import Caller
+from serving.call import Call
 from serving.errors import Refusal
 
 
@@ -14,6 +15,9 @@ class Refused:
 
     caller: Caller
     refusal: Refusal
+    ids: Mapping[str, str]  # as in Call
+    call: Call | None = None  # None: what came could not even be read
+    seconds: float = 0.0  # since it came
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,15 @@ class Ended:
     """A request is over. `finishes` and `usages` are of the sequences that came to an end, of which a request that was left early,
     or whose reader was too slow, may have none."""
 
-    caller: Caller
+    call: Call
     request: Request
     finishes: tuple[FinishReason, ...]
     usages: tuple[Usage, ...]
-    seconds: float  # since it was handed to the engine
-    first_token: float | None  # seconds until the first token
+    tokens: int  # of all sequences, those that did not come to an end, too
+    prepared: float  # seconds from when it came until it was handed to the engine
+    seconds: float  # since then
+    first_token: float | None  # seconds from then until the first token
     refusal: Refusal | None = None  # why it did not come to its end
-    trace_id: str = ""  # the client's
 
 
 Event = Refused | Accepted | Advanced | Ended

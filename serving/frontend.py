@@ -1,48 +1,32 @@
 """The one interface between the engine and everything that speaks to clients."""
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Literal
 
 from pagedjax.errors import EngineStopped
-from pagedjax.host.request import Request, SamplingParams, Service
+from pagedjax.host.request import Request, Service
 from pagedjax.llm import LLM
 from pagedjax.loop import Load
 from serving.auth import Caller
+from serving.call import LONGEST_ID, Call
 from serving.config import ServeConfig
 from serving.errors import Refusal, refusal
 from serving.events import Accepted, Advanced, Ended, Event, Observer, Refused
 from serving.kv_events import KvFeed
 from serving.limits import check_params, check_prompt, check_text
-from serving.log import LOG
+from serving.log import FIELDS, LOG
 from serving.reply import Reply
 from serving.totals import Totals
 
 State = Literal["starting", "ready", "draining", "failed"]
 VERSION = version("pagedjax")
-
-
-@dataclass(frozen=True)
-class Call:
-    """One prompt as a servicer hands it over."""
-
-    prompt: str | Sequence[int]
-    params: SamplingParams
-    caller: Caller = Caller()
-    request_id: str = ""  # the client's, unique among its tenant's open ones; "": made here
-    model: str = ""  # as the client calls it; "": whatever is served
-    deadline: float | None = None  # time.monotonic() when its last token must be there
-    pool: Literal["interactive", "batch"] = "interactive"
-    retention: int = 0  # as in Service
-    add_special: bool = True  # of a text: BOS and the like, where the model wants them
-    trace_id: str = ""  # of the client's trace (W3C trace context), for the log
-    cache_salt: str = ""  # keeps cached prefixes apart within the tenant
-    shown: tuple[int, ...] = ()  # as in Request
 
 
 class Frontend:
@@ -140,14 +124,28 @@ class Frontend:
 
     async def submit(self, call: Call) -> Reply:
         """Takes a request. Refusal where it is not taken; cancelled meanwhile, nothing stays behind."""
+        begin, call = time.perf_counter(), replace(call, request_id=call.request_id or uuid.uuid4().hex)
         try:
             return await self._submit(call)
         except Exception as error:
             refused = refusal(error)
             if refused.code == "internal":
-                LOG.exception("request %s", call.request_id)
-            self._tell(Refused(call.caller, refused))
+                LOG.exception("a request failed", extra={FIELDS: call.ids})
+            self._tell(Refused(call.caller, refused, call.ids, call, time.perf_counter() - begin))
             raise refused from error
+
+    @contextlib.contextmanager
+    def reading(self, caller: Caller, ids: Mapping[str, str]) -> Iterator[None]:
+        """Around what makes a Call of a message: what goes wrong there refuses a request, too, and observers hear of it."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error, caller, ids)
+            raise
+
+    def refuse(self, error: Exception, caller: Caller, ids: Mapping[str, str]) -> None:
+        """Observers hear of a request that was refused before it was a Call."""
+        self._tell(Refused(caller, refusal(error), ids))
 
     async def _submit(self, call: Call) -> Reply:
         llm = self._take(call)
@@ -177,8 +175,9 @@ class Frontend:
         llm = self.llm
         if call.model not in ("", self.model_name):
             raise Refusal("model_not_found", f"the model served here is {self.model_name!r}; got {call.model!r}", param="model")
-        if len(call.request_id) > 256 or not (call.request_id.isascii() and call.request_id.isprintable()):  # it becomes a header
-            raise Refusal("invalid_argument", "a request id must be at most 256 printable ASCII characters", param="request_id")
+        if len(call.request_id) > LONGEST_ID or not (call.request_id.isascii() and call.request_id.isprintable()):
+            rule = f"a request id must be at most {LONGEST_ID} printable ASCII characters"  # it becomes a header
+            raise Refusal("invalid_argument", rule, param="request_id")
         limits = self.config.limits
         if limits.max_streams and len(self._replies) >= limits.max_streams:
             raise Refusal("too_many_streams", f"{limits.max_streams} requests are open, which is as many as there may be")
@@ -190,10 +189,9 @@ class Frontend:
         return llm
 
     def _register(self, call: Call) -> Reply:
-        request_id = call.request_id or uuid.uuid4().hex
-        key = self._engine_id(call.caller, request_id)
+        key = self._engine_id(call.caller, call.request_id)
         if key in self._replies:
-            raise Refusal("duplicate_request", f"request {request_id} is open already", param="request_id")
+            raise Refusal("duplicate_request", f"request {call.request_id} is open already", param="request_id")
         last = [time.perf_counter()]
 
         def step(reply: Reply, tokens: int) -> None:
@@ -203,7 +201,7 @@ class Frontend:
             last[0] = now
 
         reply = Reply(
-            request_id, max_unread=self.config.limits.max_unread, on_step=step, on_end=lambda reply: self._ended(call, reply)
+            call.request_id, max_unread=self.config.limits.max_unread, on_step=step, on_end=lambda reply: self._ended(call, reply)
         )
         last[0] = reply.submitted
         self._replies[key] = reply
@@ -215,9 +213,9 @@ class Frontend:
         if reply.request is not None:
             stream = reply.stream
             first = None if stream.first_token is None else stream.first_token - stream.submitted
-            seconds = time.perf_counter() - stream.submitted
+            seconds, prepared = time.perf_counter() - stream.submitted, stream.submitted - reply.submitted
             finishes, usages = tuple(reply.finishes.values()), tuple(reply.usages.values())
-            self._tell(Ended(call.caller, reply.request, finishes, usages, seconds, first, reply.error, call.trace_id))
+            self._tell(Ended(call, reply.request, finishes, usages, reply.tokens, prepared, seconds, first, reply.error))
 
     def _forget(self, caller: Caller, reply: Reply) -> None:
         self._replies.pop(self._engine_id(caller, reply.request_id), None)

@@ -2,22 +2,17 @@
 
 import json
 import logging
-import re
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from serving.auth import Caller
 from serving.events import Ended, Event, Observer, Refused
 
 LOG = logging.getLogger("pagedjax.serving")
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+LONGEST = 1000  # characters of a sentence, which may repeat what a client sent
 FIELDS = "fields"  # attribute of a record: what a program would look for, by name
-
-
-def trace_id_of(traceparent: str) -> str:
-    """The id in a W3C trace context (version-traceid-parentid-flags); "" where it is none."""
-    found = TRACEPARENT.fullmatch(traceparent)
-    return found[1] if found else ""
 
 
 class JsonLines(logging.Formatter):
@@ -40,12 +35,12 @@ class TextLines(logging.Formatter):
 
 
 def setup(kind: Literal["text", "json"]) -> None:
-    """Of the server's own messages, to stderr."""
+    """To stderr, in one form: the server's own messages, and what libraries have to warn of."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else TextLines("%(asctime)s %(levelname)s %(message)s"))
-    LOG.handlers[:] = [handler]
+    logging.getLogger().handlers[:] = [handler]
+    logging.captureWarnings(True)
     LOG.setLevel(logging.INFO)
-    LOG.propagate = False
 
 
 def requests(*, prompts: bool) -> Observer:
@@ -53,24 +48,23 @@ def requests(*, prompts: bool) -> Observer:
 
     def observe(event: Event) -> None:
         match event:
-            case Ended(caller=caller, request=request):
-                fields = {
-                    "request_id": request.id,
-                    "tenant": caller.tenant,
-                    "key": caller.name,
+            case Ended(call=call, request=request):
+                fields = _about(call.caller, call.ids) | {
                     "prompt_tokens": len(request.prompt),
-                    "generated_tokens": sum(usage.generated for usage in event.usages),
+                    "generated_tokens": event.tokens,
                     "finish": ",".join(event.finishes) if event.refusal is None else event.refusal.code,
-                    "first_token": None if event.first_token is None else round(event.first_token, 4),
-                    "seconds": round(event.seconds, 4),
+                    "first_token": None if event.first_token is None else round(event.prepared + event.first_token, 4),
+                    "seconds": round(event.prepared + event.seconds, 4),
                 }
-                if event.trace_id:
-                    fields["trace_id"] = event.trace_id
                 if prompts:
                     fields["prompt"] = list(request.prompt)
                 LOG.info("request", extra={FIELDS: fields})
             case Refused(caller=caller, refusal=refusal):
-                about = {"tenant": caller.tenant, "key": caller.name, "code": refusal.code, "why": refusal.message}
-                LOG.info("refused", extra={FIELDS: about})
+                fields = _about(caller, event.ids) | {"code": refusal.code, "why": refusal.message[:LONGEST]}
+                LOG.info("refused", extra={FIELDS: fields})
 
     return observe
+
+
+def _about(caller: Caller, ids: Mapping[str, str]) -> dict[str, Any]:
+    return {**ids, "tenant": caller.tenant, "key": caller.name}

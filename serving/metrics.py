@@ -31,6 +31,7 @@ WHOLE_REQUEST = (
     *(240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 SAMPLES = (1, 2, 5, 10, 20)
+VLLM = "vllm"  # prefix of the names that are vLLM's
 FINISHED = {"cancelled": "abort"} | {name: name for name in ("stop", "length", "deadline", "constraint")}  # and "error"
 
 
@@ -118,6 +119,7 @@ class Requests:
             "request_decode_time_seconds": WHOLE_REQUEST,
             "request_inference_time_seconds": WHOLE_REQUEST,
             "request_prompt_tokens": tokens,
+            "request_prefill_kv_computed_tokens": tokens,
             "request_generation_tokens": tokens,
             "request_max_num_generation_tokens": tokens,
             "request_params_max_tokens": tokens,
@@ -143,9 +145,10 @@ class Requests:
         if event.refusal is not None:
             failed = event.refusal.code in ("engine_failed", "internal")
             self.finished["error" if failed else "abort"] += params.n - len(event.finishes)
-        self.prompt_tokens += len(event.request.prompt)
-        self.cached_tokens += min((usage.cached for usage in usages), default=0)
-        seen["request_prompt_tokens"].observe(len(event.request.prompt))
+        prompt, cached = len(event.request.prompt), min((usage.cached for usage in usages), default=0)
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        seen["request_prompt_tokens"].observe(prompt)
         seen["request_params_n"].observe(params.n)
         if params.max_tokens is not None:
             seen["request_params_max_tokens"].observe(params.max_tokens)
@@ -153,16 +156,17 @@ class Requests:
             seen["request_generation_tokens"].observe(usage.generated)
         if event.refusal is None:
             seen["request_max_num_generation_tokens"].observe(max(usage.generated for usage in usages))
+            seen["request_prefill_kv_computed_tokens"].observe(prompt - cached)
             self._time(event)
 
     def _time(self, event: Ended) -> None:
-        """Of a request that came to its end."""
+        """Of a request that came to its end. As users see it, it begins when it comes, before its prompt is tokenized."""
         seen, waited = self.histograms, min(usage.waited for usage in event.usages)
-        seen["e2e_request_latency_seconds"].observe(event.seconds)
+        seen["e2e_request_latency_seconds"].observe(event.prepared + event.seconds)
         seen["request_queue_time_seconds"].observe(waited)
         if event.first_token is not None:
             decode = max(0.0, event.seconds - event.first_token)
-            seen["time_to_first_token_seconds"].observe(event.first_token)
+            seen["time_to_first_token_seconds"].observe(event.prepared + event.first_token)
             seen["request_prefill_time_seconds"].observe(max(0.0, event.first_token - waited))
             seen["request_inference_time_seconds"].observe(max(0.0, event.seconds - waited))
             seen["request_decode_time_seconds"].observe(decode)
@@ -171,10 +175,21 @@ class Requests:
                 seen["request_time_per_output_token_seconds"].observe(decode / (longest - 1))
 
 
-def exposition(model: str, requests: Requests, engine: Snapshot | None) -> bytes:
-    """The page that Prometheus reads. Without a snapshot (the engine is down, or long in a step) its part is left out."""
+def exposition(
+    model: str, requests: Requests, engine: Snapshot | None, *, more: Iterable[Metric] = (), prefix: str = VLLM
+) -> bytes:
+    """The page that Prometheus reads. Without a snapshot (the engine is down, or long in a step) its part is left out. `more`: of
+    the port. `prefix`: in the place of vllm."""
     labels = {"model_name": model, "engine": "0"}
-    return generate_latest(_Page([*request_metrics(labels, requests), *(engine_metrics(labels, engine) if engine else ())]))
+    metrics = [*request_metrics(labels, requests), *(engine_metrics(labels, engine) if engine else ())]
+    return generate_latest(_Page([*(_renamed(metric, prefix) for metric in metrics), *more]))
+
+
+def _renamed(metric: Metric, prefix: str) -> Metric:
+    if prefix != VLLM and metric.name.startswith(f"{VLLM}:"):
+        metric.name = prefix + metric.name.removeprefix(VLLM)
+        metric.samples = [sample._replace(name=prefix + sample.name.removeprefix(VLLM)) for sample in metric.samples]
+    return metric
 
 
 class _Page:
@@ -191,12 +206,14 @@ class _Page:
 def request_metrics(labels: dict[str, str], seen: Requests) -> Iterator[Metric]:
     yield _counter("vllm:prompt_tokens", "Tokens of prompts of ended requests.", labels, seen.prompt_tokens)
     yield _counter("vllm:prompt_tokens_cached", "Of them, those found in the prefix cache.", labels, seen.cached_tokens)
+    sources = {"local_compute": seen.prompt_tokens - seen.cached_tokens, "local_cache_hit": seen.cached_tokens}
+    yield _counters("vllm:prompt_tokens_by_source", "The same, by where they came from.", labels, "source", sources)
     yield _counters("vllm:request_success", "Ended samples.", labels, "finished_reason", seen.finished)
     yield _counter("vllm:admission_rejections", "Requests refused by a full queue.", labels, seen.refused.get("queue_full", 0))
     yield _counters("pagedjax:refused_requests", "Requests refused, by why.", labels, "code", seen.refused)
     for name, histogram in seen.histograms.items():
         what = f"{name.removesuffix('_seconds').replace('_', ' ')}{', seconds' if name.endswith('_seconds') else ''}."
-        yield _histogram(f"vllm:{name}", what.capitalize(), [(labels, histogram)])
+        yield histogram_metric(f"vllm:{name}", what.capitalize(), [(labels, histogram)])
 
 
 def engine_metrics(labels: dict[str, str], now: Snapshot) -> Iterator[Metric]:
@@ -206,13 +223,15 @@ def engine_metrics(labels: dict[str, str], now: Snapshot) -> Iterator[Metric]:
     reasons = {"capacity": now.queued, "deferred": now.deferred}
     yield _gauges("vllm:num_requests_waiting_by_reason", "Sequences that wait, by what for.", labels, "reason", reasons)
     yield _gauge("vllm:kv_cache_usage_perc", "Blocks in use, as a part of 1.", labels, blocks.used / blocks.total)
+    asleep = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}  # where this is missing, vLLM's board says that we are down
+    yield _gauges("vllm:engine_sleep_state", "There is no sleep here.", labels, "sleep_state", asleep)
     config = {**labels, "block_size": str(blocks.size), "num_gpu_blocks": str(blocks.total)}
     yield _gauge("vllm:cache_config_info", "The size of the KV cache, as labels.", config, 1)
     yield _counter("vllm:generation_tokens", "Tokens of answers.", labels, stats.generated_tokens)
     yield _counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", labels, stats.entered_tokens)
     yield _counter("vllm:prefix_cache_hits", "Tokens found in it.", labels, stats.cached_tokens)
     yield _counter("vllm:num_preemptions", "Sequences that had to leave for others.", labels, stats.preemptions)
-    yield _histogram("vllm:iteration_tokens_total", "Tokens of a dispatch, padding apart.", [(labels, stats.step_tokens)])
+    yield histogram_metric("vllm:iteration_tokens_total", "Tokens of a dispatch, padding apart.", [(labels, stats.step_tokens)])
     yield from own_metrics(labels, now)
 
 
@@ -226,7 +245,7 @@ def own_metrics(labels: dict[str, str], now: Snapshot) -> Iterator[Metric]:
     share = now.padding / (now.padding + now.computed) if now.padding else 0.0
     yield _gauge("pagedjax:bucket_padding_ratio", "Their part of all tokens since start.", labels, share)
     phases = [({**labels, "phase": phase}, histogram) for phase, histogram in stats.step_seconds.items()]
-    yield _histogram("pagedjax:step_seconds", "Of one step, by what its rows do.", phases)
+    yield histogram_metric("pagedjax:step_seconds", "Of one step, by what its rows do.", phases)
     yield _counter("pagedjax:steps", "Steps that were dispatched.", labels, stats.steps)
     states = {"used": blocks.used - blocks.shared, "shared": blocks.shared, "cached": blocks.cached, "free": blocks.free}
     yield _gauges("pagedjax:blocks", "Of the pool, by what they are.", labels, "state", states)
@@ -272,7 +291,8 @@ def _counters(name: str, what: str, labels: dict[str, str], by: str, values: Map
     return family
 
 
-def _histogram(name: str, what: str, series: Iterable[tuple[dict[str, str], Histogram]]) -> Metric:
+def histogram_metric(name: str, what: str, series: Iterable[tuple[dict[str, str], Histogram]]) -> Metric:
+    """`series`: (labels, what was seen) of each, which all have the same labels' names."""
     series = list(series)
     family = HistogramMetricFamily(name, what, labels=list(series[0][0]))
     for labels, histogram in series:

@@ -63,6 +63,7 @@ class Reply:
         self.error: Refusal | None = None  # why it did not come to its end
         self.finishes: dict[int, FinishReason] = {}  # by sequence
         self.usages: dict[int, Usage] = {}
+        self.tokens = 0  # of all its sequences, so far
         self.submitted = time.perf_counter()
         self._stream: Stream | None = None
         self._aborted = self._ended = False
@@ -117,6 +118,7 @@ class Reply:
         except Exception as error:  # the engine's thread ended
             self._end(refusal(error))
             return
+        self.tokens += tokens
         if tokens:
             self._on_step(self, tokens)
         if self._unread > self._max_unread:

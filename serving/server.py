@@ -12,6 +12,7 @@ from typing import Protocol
 from pagedjax.llm import LLM
 from serving.auth import Keys, read_keys
 from serving.config import ServeConfig, check_exposure
+from serving.events import Observer
 from serving.frontend import Frontend
 from serving.log import LOG, requests
 
@@ -42,14 +43,16 @@ async def serve(
     load: Callable[[], LLM],
     open_all: Sequence[Open],
     *,
+    observers: Sequence[Observer] = (),
     ready: Callable[[Frontend, Sequence[Listener]], None] = lambda *_: None,
 ) -> int:
     """Runs until a signal or a failure; the exit code. The ports are open while `load` runs, in a thread of its own, so that health
-    can be asked; `load` comes back with every shape compiled. What it raises is raised here. `ready` is called then."""
+    can be asked; `load` comes back with every shape compiled. What it raises is raised here. `ready` is called then.
+    `observers` hear of every request, beside the log."""
     keys = read_keys(config.api_keys)
     check_exposure(config, bool(keys))
     frontend, stop = Frontend(config, model), asyncio.Event()
-    frontend.observers.append(requests(prompts=config.log_prompts))
+    frontend.observers += [requests(prompts=config.log_prompts), *observers]
     failed = asyncio.Event()
     frontend.on_state.append(lambda state: failed.set() if state == "failed" else None)
     listeners: list[Listener] = []

@@ -146,6 +146,8 @@ def drive(
         each_step(step, plan)
         if plan is not None:
             assert plan.num_tokens <= scheduler.token_budget
+            assert len(plan.copies) <= len(plan.rows) * len(scheduler.tables.windows)  # for so many a bucket has room
+            assert {copy.target for copy in plan.copies} <= {block for s in scheduler.running for block in s.held}
             assert [row.count == 1 for row in plan.rows] == sorted((row.count == 1 for row in plan.rows), reverse=True)
             flight.append((plan, device.run(plan)))
         while flight and len(flight) > (delay if plan is not None else 0):

@@ -108,9 +108,9 @@ def serving(llm: LLM | None, keys: Keys | None = None, **options: Any) -> Iterat
         loop.close()
 
 
-def until(true: Callable[[], bool]) -> None:
-    """Waits for it; fails after a while."""
-    for _ in range(6000):
+def until(true: Callable[[], Any], seconds: int = 60) -> None:
+    """Waits for it; fails after so long, or longer."""
+    for _ in range(100 * seconds):
         if true():
             return
         time.sleep(0.01)

@@ -33,6 +33,15 @@ def test_at_twice_the_capacity_what_is_taken_is_in_time() -> None:
     assert everything["taken"] == 1 and everything["attained"] < 0.1 and everything["longest_queue"] > 400
 
 
+@pytest.mark.parametrize("lanes", [64, 8])
+def test_what_is_taken_is_in_time_where_blocks_or_lanes_are_short(lanes: int) -> None:
+    """Of prompts alone a step could compute more than twice as many."""
+    crowd = Crowd(count=500, lanes=lanes, slots=1 << 13)
+    capacity = crowd.capacity()
+    taken = overload(crowd, capacity, 2.0, 60.0, admission=True)
+    assert taken["attained"] >= 0.9 and taken["requests_a_step"] >= 0.9 * capacity
+
+
 def test_a_flood_of_batch_work_does_not_move_the_interactive_tail() -> None:
     said = flood()
     assert {name: len(steps) for name, steps in said["waits"].items()} == {"idle": 200, "pools": 200, "one_pool": 200}

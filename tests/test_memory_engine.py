@@ -12,7 +12,7 @@ from reference_llama import ReferenceLlama
 from pagedjax.engine import Engine
 from pagedjax.host import beam
 from pagedjax.host.block_pool import BlockPool
-from pagedjax.host.request import Request, SamplingParams, TokenEvent
+from pagedjax.host.request import Request, SamplingParams, Service, TokenEvent
 from pagedjax.limits import NUM_LOGPROBS
 
 BLOCK = 5 * 2 * 4 * 16 * 8 * 4  # bytes, of stories260K with 16 tokens in a block
@@ -112,6 +112,26 @@ def test_beams_are_those_of_an_unshared_search(stories_engine: Callable[..., Eng
         assert (event.tokens, event.finish) == (best.tokens, best.finish)
         score = sum(p.logprob for p in event.logprobs or ()) / len(event.tokens) ** penalty
         assert score == pytest.approx(best.score, abs=1e-4)
+
+
+def test_a_follower_goes_on_behind_what_its_leader_has_computed(stories_engine: Callable[..., Engine]) -> None:
+    """An interactive request comes while batch work computes the same 96 tokens in steps of 32; another comes when its own tail is
+    computed. All get their tokens, and nothing is computed twice."""
+    engine = stories_engine(debug=True)
+    params, shared = SamplingParams(max_tokens=8, temperature=0), (1, *range(300, 395))
+    pools = [Service(pool="batch"), Service(), Service(tenant="other")]
+    made = [Request(f"f{i}", (*shared, *range(400, 405 + i)), params, service=own) for i, own in enumerate(pools)]
+    before = engine.scheduler.stats.scheduled_tokens
+    engine.add(made[0])
+    events = engine.step()
+    engine.add(made[1])
+    events += engine.step()
+    engine.add(made[2])
+    while engine.has_work():
+        events += engine.step()
+    for request in made:
+        check_output(request, 0, [event for event in events if event.request_id == request.id])
+    assert engine.scheduler.stats.scheduled_tokens - before == 96 + (5 + 6 + 7) + 3 * 7
 
 
 def test_the_guard_block_is_guarded(stories_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ from bench.replay import (
     hit_rate,
     main,
     poisson,
+    preempting,
     rate_at,
     saturated,
     setting_of,
     sharegpt_like,
+    with_deadlines,
 )
 from bench.traces import MOONCAKE, SHAREGPT_MEANS, ideal_hit_rate
 from pagedjax.simulate import Slots
@@ -84,6 +86,27 @@ def test_by_policy() -> None:
     assert head["unbounded"] == head["ideal"]
     assert (first["policy"], longest["policy"]) == ("first_come", "longest_prefix")
     assert 0 < first["hit_rate"] < longest["hit_rate"] < head["ideal"]
+
+
+def test_preempted_sequences_are_swapped_where_that_is_faster() -> None:
+    """By PCIe, moving a sequence is faster than computing it again; by a bus of a hundredth of its speed it is not."""
+    setting = setting_of("scaled", 150)
+    said = {(how, bus): preempting(how, setting, bus) for how in ("recompute", "swap", "auto") for bus in (0.01, 1.0)}
+    assert all(line["preemptions"] > 0 for line in said.values())
+    assert said["recompute", 1.0]["swaps"] == said["auto", 0.01]["swaps"] == 0
+    assert said["swap", 1.0]["swaps"] == said["swap", 1.0]["preemptions"] and said["swap", 1.0]["recomputed"] == 0
+    assert said["auto", 1.0]["seconds"] < said["recompute", 1.0]["seconds"]
+    assert said["auto", 0.01]["seconds"] < said["swap", 0.01]["seconds"]
+
+
+def test_deadlines_that_the_scheduler_knows() -> None:
+    """In a flood more are done in time where it knows them: what is late is not begun, and does not hold up the others."""
+    setting = setting_of("scaled", 300)
+    blind = with_deadlines(setting, 12.0, "first_come", told=False)
+    seen = with_deadlines(setting, 12.0, "deadline")
+    assert blind["dropped"] == 0 < seen["dropped"] and blind["tokens_in_vain"] > seen["tokens_in_vain"]
+    assert 0 < blind["in_time"] < seen["in_time"] < 1
+    assert with_deadlines(setting, 0.2, "deadline")["in_time"] == 1
 
 
 def test_poisson_arrivals_come_at_their_rate() -> None:

@@ -25,6 +25,7 @@ WORDS = ("Manager", "Helper", "Util", "Base", "Handler")
 BY_NAME = (
     "pagedjax/__init__.py",
     "pagedjax/cli.py",
+    "pagedjax/commands/serve.py",
     "checkpoints/open.py",
     "pallas_kernels/common/dispatch.py",
     "pallas_kernels/common/numba_ffi.py",
@@ -224,6 +225,13 @@ def test_an_engine_starts_without_the_libraries_of_other_checkpoints():
     slow = {"orbax.checkpoint", "huggingface_hub", "gguf"}
     assert not reached("pagedjax.llm") & slow and "jax" in reached("pagedjax.llm")
     assert slow == slow & (reached("checkpoints.store") | reached("checkpoints.hub") | reached("checkpoints.gguf"))
+
+
+def test_a_server_without_tracing_imports_nothing_of_it():
+    """FastAPI itself imports OpenTelemetry's API, which does nothing; not what makes and sends spans."""
+    ours = ("opentelemetry", "serving.spans")
+    assert not [name for name in reached("pagedjax.commands.serve") if inside(name, ours)]
+    assert [name for name in reached("serving.spans") if inside(name, ours)]
 
 
 def read_attributes(source: str) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagedjax.buckets import Bucket
-from pagedjax.config import CacheConfig, EngineConfig, ScheduleConfig, with_options
+from pagedjax.config import CacheConfig, EngineConfig, QueueConfig, ScheduleConfig, with_options
 from pagedjax.engine import Engine
 from pagedjax.errors import UserError
 from pagedjax.host.block_pool import BlockPool
@@ -78,15 +78,37 @@ def test_a_plan_costs_what_its_bucket_does() -> None:
     plans: list[Plan] = []
     run(Arrival(0, request("a", 12, 6)), config=config, each_step=lambda plan, at: plans.append(plan))
     buckets = (Bucket(2, 2), Bucket(8, 2), Bucket(16, 2))
-    assert [work_of(plan, ()) for plan in plans] == [
+    assert [work_of(plan, (), 4)[:5] for plan in plans] == [
         (1, 8, 1, 8, 8 * 9 // 2),
         (1, 4, 1, 12, 9 + 10 + 11 + 12),
         (4, 4, 4, 13 + 14 + 15 + 16, 13 + 14 + 15 + 16),
         (1, 1, 1, 17, 17),
     ]
-    assert [work_of(plan, buckets)[:3] for plan in plans] == [(1, 8, 2), (1, 8, 2), (4, 8, 8), (1, 2, 2)]
+    assert [work_of(plan, buckets, 4)[:3] for plan in plans] == [(1, 8, 2), (1, 8, 2), (4, 8, 8), (1, 2, 2)]
     report = run(Arrival(0, request("a", 12, 6)), config=config, time=StepTime(per_token=1), buckets=buckets)
     assert [s.seconds for s in report.steps] == [8, 8, 8, 2]
+
+
+def test_swapping_takes_the_time_of_the_bus() -> None:
+    """Two sequences that do not fit side by side. One goes to host memory and comes back, block by block, and no token is computed
+    again; where that takes longer than computing, as the first steps show, it is not done."""
+    config = with_options(CONFIG, {"cache.prefix_caching": False, "max_num_batched_tokens": 16})
+    made = [Arrival(0, request(name, 8, 30, first=40 * i)) for i, name in enumerate("ab", 1)]
+    size = config.cache.block_size
+
+    def with_bus(per_moved: float) -> tuple[Report, list[Plan]]:
+        plans: list[Plan] = []
+        scheduler = make_scheduler(config, 15, host_blocks=15, per_moved=per_moved)
+        time = StepTime(per_token=1, per_moved=per_moved)
+        return simulate(made, scheduler, time, async_steps=0, each_step=lambda plan, at: plans.append(plan)), plans
+
+    fast, plans = with_bus(0.25)
+    moved = sum(len(plan.swap_out) + len(plan.swap_in) for plan in plans)
+    assert fast.stats.swaps == fast.stats.preemptions > 0 == fast.stats.recomputed_tokens and moved > 0
+    assert fast.seconds == fast.stats.scheduled_tokens + 0.25 * size * moved
+    slow, plans = with_bus(4.0)
+    assert slow.stats.preemptions > slow.stats.swaps == 0 < slow.stats.recomputed_tokens
+    assert not any(plan.swap_out for plan in plans) and slow.seconds == slow.stats.scheduled_tokens
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -122,6 +144,22 @@ def test_samples_and_shared_prompts() -> None:
 def test_arrivals_in_no_order() -> None:
     with pytest.raises(UserError, match="arrivals must be in order of time; got 3"):
         run(Arrival(4, request("a", 4, 1)), Arrival(3, request("b", 4, 1)))
+
+
+@pytest.mark.parametrize("target", [0.02, 0.04, 0.0])
+def test_the_budget_follows_the_time_between_tokens(target: float) -> None:
+    """Four sequences decode while prompts of 2,000 tokens come; steps take 5 ms and 0.1 ms a token, so that the whole budget of 512
+    makes a gap of 56 ms. With a target the scheduler, which knows only what steps took, keeps it once it has seen a few; and
+    prompts still get what it leaves, so that they take as many more steps as it is smaller."""
+    schedule = ScheduleConfig(max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=512, decode_steps=1)
+    config = replace(CONFIG, schedule=schedule, queue=QueueConfig(token_seconds=target))
+    decoding = [Arrival(0, request(f"d{i}", 4, 400)) for i in range(4)]
+    prompts = [Arrival(0.3 + 0.3 * i, request(f"p{i}", 2000, 1, first=5000 * (i + 1))) for i in range(4)]
+    report = run(*decoding, *prompts, config=config, blocks=4000, time=StepTime(per_pass=0.005, per_token=1e-4))
+    during = [step.seconds for step in report.steps if step.decode and step.tokens > step.decode and step.at > 0.3]
+    limit = target or 0.0562
+    assert 0.8 * limit < max(during) <= 1.02 * limit
+    assert len(during) == pytest.approx(4 * 2000 / ((limit - 0.005) / 1e-4 - 4), rel=0.1)
 
 
 class Sleepy(Scheduler):
@@ -247,7 +285,7 @@ def steps_of_simulator(config: EngineConfig, blocks: int, buckets: tuple[Bucket,
 
 def test_its_steps_are_those_of_the_engine(stories_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, tokens, passes and preemptions of every step; and of none of three schedules that differ in one number."""
-    engine, blocks = stories_engine(**{"schedule.decode_steps": 16}), 11
+    engine, blocks = stories_engine(**{"schedule.decode_steps": 16}), 9
     same = make_scheduler(engine.config, engine.scheduler.pool.num_blocks)
     assert plain(same) == plain(engine.scheduler)
     monkeypatch.setattr(engine, "scheduler", make_scheduler(engine.config, blocks))  # no array of the device gets smaller

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedjax.buckets import Bucket, make_buckets, pick
+from pagedjax.buckets import Bucket, make_buckets, pick, within
 from pagedjax.config import BucketConfig, CacheConfig, EngineConfig, ModelConfig, ScheduleConfig, resolve, with_options
 from pagedjax.device.compile import open_compile_cache
 from pagedjax.device.sharding import make_mesh
@@ -39,6 +39,23 @@ def test_several_steps_take_a_decode_bucket() -> None:
     buckets = (Bucket(32, 16), Bucket(64, 64), Bucket(128, 64))
     assert pick(buckets, 10, 10) == Bucket(32, 16)
     assert pick(buckets, 10, 10, steps=4) == Bucket(64, 64)
+
+
+@pytest.mark.parametrize("budget", range(2, 12))
+def test_fewer_buckets_where_a_start_may_compile_few(budget: int) -> None:
+    config = sized(32, 512, **{"buckets.compile_budget": budget})
+    buckets = make_buckets(config, on_cpu=False, one_row=False)
+    whole = make_buckets(sized(32, 512), on_cpu=False, one_row=False)
+    assert len(whole) == 8 and len(buckets) == min(budget, 8)
+    assert set(buckets) <= set(whole) and Bucket(32, 32) in buckets and Bucket(512, 32) in buckets
+    assert all(pick(buckets, tokens, 32) for tokens in range(32, 513)) and all(pick(buckets, rows, rows) for rows in range(1, 33))
+
+
+def test_sizes_that_help_least_go_first() -> None:
+    """Without 6 a plan is rounded up by less than 2, without any of the others by 4 or more."""
+    assert within(5, (1, 4, 6, 8, 32), (128,)) == ((1, 4, 8, 32), (128,))
+    assert within(0, (1, 4), (128,)) == within(3, (1, 4), (128,)) == ((1, 4), (128,))
+    assert within(2, (1, 4), (32, 128)) == ((4,), (128,))
 
 
 def test_one_row_is_a_bucket_only_where_it_is_worth_one() -> None:
@@ -82,13 +99,14 @@ def test_rounding_is_coarse() -> None:
 
 
 def test_starts_with_about_the_same_memory_have_the_same_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    def blocks(memory: int, **options) -> int:
+    def blocks(memory: int, to_load: int = 0, **options) -> int:
         monkeypatch.setattr("pagedjax.memory.available_memory", lambda: memory)
         config = resolve(with_options(EngineConfig(), options), MODEL, "cpu", "float32")
-        return pool_blocks(config, MODEL, make_mesh(1), temp_bytes=lambda: 0)
+        return pool_blocks(config, MODEL, make_mesh(1), to_load=to_load, temp_bytes=lambda: 0)
 
     per_block = 5 * 2 * 4 * 64 * 8 * 4
     assert {blocks(4 * per_block * n + 77) for n in range(48, 64)} == {48}
+    assert blocks(4 * per_block * 100, to_load=4 * per_block * 50) == 48, "weights that are on their way have their room"
     assert blocks(1 << 40) == 32 * 512 // 64 + 1, "all lanes at full length"
     assert blocks(1 << 40, **{"cache.kv_memory": 50 * per_block}) == 50, "what is asked for is not rounded"
     many = {"max_num_seqs": 10_000, "max_num_batched_tokens": 10_001}
@@ -106,9 +124,9 @@ def test_a_block_holds_the_layers_of_one_group() -> None:
     shapes = {name: pool_shape(config, model, "cpu", 9) for name, model in models.items()}
     assert shapes == {"uniform": (26, 9, 2, 4, 64, 8), "gemma": (4, 9, 2, 4, 64, 8)}
     small = with_options(config, {"cache.kv_memory": 4 * 26 * 2 * 4 * 64 * 8 * 4})
-    blocks = {name: pool_blocks(small, model, make_mesh(1), temp_bytes=lambda: 0) for name, model in models.items()}
+    blocks = {name: pool_blocks(small, model, make_mesh(1), to_load=0, temp_bytes=lambda: 0) for name, model in models.items()}
     assert blocks == {"uniform": 4, "gemma": 26}
-    most = {name: pool_blocks(config, model, make_mesh(1), temp_bytes=lambda: 0) for name, model in models.items()}
+    most = {name: pool_blocks(config, model, make_mesh(1), to_load=0, temp_bytes=lambda: 0) for name, model in models.items()}
     assert most == {"uniform": 2 * 512 // 64 + 1, "gemma": 2 * 512 // 64 * 7 + 1}, "all lanes at full length, in every group"
 
 
@@ -129,6 +147,7 @@ def test_available_memory(tmp_path: Path) -> None:
         (lambda: CacheConfig(kv_dtype="fp8"), "kv_dtype must be one of auto, float32, bfloat16; got 'fp8'"),  # pyright: ignore
         (lambda: BucketConfig(decode_rows=(4, 2)), r"decode_rows must be positive and ascending; got \(4, 2\)"),
         (lambda: BucketConfig(prefill_tokens=(2.5,)), r"prefill_tokens must be integers; got \(2.5,\)"),  # pyright: ignore
+        (lambda: BucketConfig(compile_budget=1), "compile_budget must be 2 or more .* or 0; got 1"),
         (lambda: BucketConfig(decode_rows=4), "decode_rows must be integers; got 4"),  # pyright: ignore
         (
             lambda: ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=4),

@@ -48,6 +48,7 @@ def config_of(command: Any) -> EngineConfig:
     """The engine's configuration as far as a simulation has one. UserError where a flag breaks a rule."""
     check(command.num_blocks >= 1, f"num_blocks must be at least 1; got {command.num_blocks}")
     check(command.block_size >= 1, f"block_size must be at least 1; got {command.block_size}")
+    check(command.host_blocks >= 0, f"host_blocks must be 0 or more; got {command.host_blocks}")
     return EngineConfig(
         cache=CacheConfig(block_size=command.block_size, prefix_caching=command.prefix_caching, reserve=command.reserve),
         schedule=engine_config(command.schedule, ScheduleConfig, "schedule."),
@@ -67,7 +68,7 @@ def read_step_time(path: str) -> StepTime:
 def replay(command: Any, config: EngineConfig, step_time: StepTime, trace: tuple[Traced, ...]) -> Report:
     return simulate(
         arrivals(trace, speed=command.speed, limit=command.limit, scale=command.scale),
-        make_scheduler(config, command.num_blocks + 1),
+        make_scheduler(config, command.num_blocks + 1, host_blocks=command.host_blocks, per_moved=step_time.per_moved),
         step_time,
         buckets=make_buckets(config, on_cpu=False, one_row=False),
         async_steps=config.schedule.async_steps,
@@ -98,5 +99,7 @@ def show(report: Report) -> None:
     counts.add_row("pool", ", ".join(f"{share:.1%} {name}" for name, share in steps["pool"].items()))
     counts.add_row("", f"{steps['token_share_of_held']:.2%} of what is held are tokens")
     counts.add_row("prompt tokens cached", f"{said['cached']['share']:.1%}")
-    counts.add_row("preemptions", f"{said['preemptions']}, {said['recomputed_tokens']} tokens computed again")
+    counts.add_row(
+        "preemptions", f"{said['preemptions']}, {said['swaps']} of them swapped, {said['recomputed_tokens']} tokens computed again"
+    )
     terminal.show(times, counts)

@@ -1,5 +1,6 @@
 """Starts a model for a command, with progress bars and one line that says what was decided."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pagedjax import terminal
@@ -7,12 +8,13 @@ from pagedjax.flags import engine_config
 from pagedjax.llm import LLM
 
 
-def start(model: str, flags: Any) -> LLM:
-    """`flags` are parsed engine flags. UserError for whatever is wrong with the model or the flags."""
+def start(model: str, flags: Any, *, say: Callable[[str], None] | None = None) -> LLM:
+    """`flags` are parsed engine flags; `say` takes the lines that otherwise go to the terminal. UserError for whatever is wrong
+    with the model or the flags."""
     config = engine_config(flags)
-    with terminal.progress() as report:
+    with terminal.progress(say) as report:
         llm = LLM(model, config=config, progress=report)
-    terminal.note(facts(llm))
+    (say or terminal.note)(facts(llm))
     return llm
 
 

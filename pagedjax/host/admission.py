@@ -4,8 +4,8 @@ All predictions come from steps that were measured. Before there are enough of t
 what is predicted.
 """
 
+import heapq
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ from pagedjax.host.waiting import Ahead
 
 MEMORY = 100  # steps after which a measurement counts for 1/e
 ENOUGH = 8  # steps before anything is known
+IN_FLIGHT = 1.5  # steps, on average, of which one is dispatched and one begun when a request comes
+MARGIN = 1.2  # of the wait that is predicted from what is expected: what is taken up to a bound must be in time more often than not
+MOST = 256  # sequences ahead that are followed one by one; of more each stands for several
 
 
 class Rates:
@@ -71,6 +74,13 @@ class Rates:
         return None if rate is None or step is None else prompt / rate + output * step
 
 
+class Left(NamedTuple):
+    """Of a running sequence."""
+
+    output: float  # tokens that it is expected to get still
+    blocks: float = 0.0  # that are free when it ends
+
+
 class Load(NamedTuple):
     """What a request that comes now finds, in its pool where the pools are bounded apart."""
 
@@ -78,7 +88,11 @@ class Load(NamedTuple):
     tokens: int  # that they have to compute before each of them samples
     ahead: Ahead  # of it
     lanes: int
-    remaining: tuple[int, ...] = ()  # output tokens that each running sequence is expected to get still
+    running: tuple[Left, ...] = ()  # those that nobody would make leave for it
+    free: float = math.inf  # blocks, beside what those will still take on average
+    need: float = 0.0  # blocks that it takes, on average over its life
+    need_ahead: float = 0.0  # and all together that are ahead of it
+    barred: float = 0.0  # seconds until its tenant may start anything
 
 
 @dataclass(frozen=True)
@@ -99,27 +113,34 @@ class AdmissionLimits:
         )
 
 
-def steps_to_lane(load: Load) -> float:
-    """Steps until the request finds a lane: none where there are enough, else as long as it takes the running sequences that end
-    first; behind more sequences than run, as long as all lanes together take for all that is to be generated."""
-    needed = math.ceil(load.ahead.sequences) + 1 - (load.lanes - len(load.remaining))
-    if needed <= 0:
-        return 0.0
-    if needed <= len(load.remaining):
-        return sorted(load.remaining)[needed - 1]
-    return max([(sum(load.remaining) + load.ahead.output) / load.lanes, *load.remaining])
+def steps_to_start(load: Load) -> float:
+    """Steps until the request finds a lane and blocks: the running sequences end one after the other, those ahead of it take their
+    places, all alike, and end in their turn."""
+    ends = sorted(load.running)  # a heap
+    lanes, free, now = load.lanes - len(ends), load.free, 0.0
+    ahead = math.ceil(load.ahead.sequences)
+    count = min(ahead, MOST)
+    steps, blocks = 1 + load.ahead.output / max(1, count), load.need_ahead / max(1, ahead)
+    for need in (*[blocks] * count, load.need):
+        while ends and (lanes < 1 or free < need):
+            now, given = heapq.heappop(ends)
+            lanes, free = lanes + 1, free + given
+        lanes, free = lanes - 1, free - need
+        heapq.heappush(ends, Left(now + steps, need))
+    return now
 
 
 def first_token(prompt: int, load: Load, rates: Rates) -> float | None:
     """Seconds until a request of so many tokens that are not cached has its first token; None where nothing is known.
 
-    Prompts are computed while running sequences decode, so waiting for those ahead and waiting for a lane go on at once: the longer
-    of the two counts, and then its own prompt.
+    Prompts are computed while running sequences decode, so waiting for those ahead and waiting for a lane and blocks go on at once:
+    the longer of the two counts, and then its own prompt, and the steps that are on their way already.
     """
     rate, step = rates.prefill_rate, rates.step_seconds
     if rate is None or step is None:
         return None
-    return max(load.ahead.tokens / rate, steps_to_lane(load) * step) + prompt / rate
+    wait = max(load.barred, MARGIN * max(load.ahead.tokens / rate, steps_to_start(load) * step))
+    return wait + prompt / rate + IN_FLIGHT * step
 
 
 def admit(request_id: str, sequences: int, prompt: int, load: Load, limits: AdmissionLimits, rates: Rates) -> None:
@@ -165,12 +186,8 @@ def missed(waiting: Waiting, now: float) -> str | None:
     )
 
 
-def output_left(running: Iterable[Waiting]) -> tuple[int, ...]:
-    """What Load.remaining asks for."""
-    return tuple(sequence.output_left for sequence in running)
-
-
 def _seconds_to_enter(sequences: int, load: Load, rates: Rates) -> float | None:
     """Until so many of those that wait have entered."""
     share = min(1.0, sequences / max(1, load.waiting))
-    return first_token(0, load._replace(ahead=Ahead(sequences - 1, share * load.tokens, 0)), rates)
+    ahead = Ahead(sequences - 1, share * load.tokens, share * load.ahead.output)
+    return first_token(0, load._replace(ahead=ahead, need_ahead=share * load.need_ahead), rates)

@@ -24,6 +24,11 @@ class BeamSearch:
     def live(self) -> list[Sequence]:
         return [self.sequences[beam.slot] for beam in self.state.live]
 
+    @property
+    def outside(self) -> list[Sequence]:
+        """Beams that wait while others of the search hold the lanes of all: they take a row together or not at all."""
+        return [beam for beam in self.live if beam.lane < 0] if self.lanes else []
+
     def forget(self) -> None:
         """The beams were preempted: what was found is found again."""
         self._found.clear()

@@ -32,6 +32,11 @@ class BlockPool:
         """Blocks that can be in use at once."""
         return self.num_blocks - 1
 
+    @property
+    def largest(self) -> int:
+        """Blocks that one sequence can hold."""
+        return self.capacity
+
     def fits(self, count: int) -> bool:
         """Whether `count` blocks can be given out."""
         return count <= self.num_free

@@ -5,7 +5,7 @@ the same rate, so the present time stands in no key: it would be the same amount
 sequence waits, a heap can hold it, and whoever is d levels behind is passed only by what comes within d * aging seconds after it.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -89,8 +89,13 @@ def first_come(waiting: Waiting, options: PolicyOptions) -> float:
     return waiting.arrival
 
 
+def urgency(priority: int, arrival: float, options: PolicyOptions) -> float:
+    """What `priority` goes by; the smaller, the more urgent."""
+    return priority + arrival / options.aging
+
+
 def priority(waiting: Waiting, options: PolicyOptions) -> float:
-    return waiting.priority + waiting.arrival / options.aging
+    return urgency(waiting.priority, waiting.arrival, options)
 
 
 def longest_prefix(waiting: Waiting, options: PolicyOptions) -> float:
@@ -147,7 +152,7 @@ def victim(
 
 
 def displaceable(
-    first: Waiting, running: Iterable[Waiting], policy: str, options: PolicyOptions, *, batch_over: bool = False
+    first: Waiting, running: Collection[Waiting], policy: str, options: PolicyOptions, *, batch_over: bool = False
 ) -> list[Waiting]:
     """Running sequences that may be preempted so that `first`, the next to enter, finds a lane and blocks; first to go first.
 
@@ -156,11 +161,8 @@ def displaceable(
     displaced waits with the key it had, so it never takes the place of the one it made room for. Between tenants no priority
     counts: a tenant that calls everything urgent would get everything.
     """
-    if first.pool == "interactive" and batch_over:
-        found = [r for r in running if r.pool == "batch"]
-    elif policy == "priority":
-        behind = priority(first, options) + options.hysteresis
-        found = [r for r in running if (r.pool, r.tenant) == (first.pool, first.tenant) and priority(r, options) >= behind]
-    else:
-        found = []
-    return sorted(found, key=lambda r: rank(r, policy, options), reverse=True)
+    batch = [r for r in running if r.pool == "batch"] if first.pool == "interactive" and batch_over else []
+    behind = priority(first, options) + options.hysteresis
+    peers = (r for r in running if (r.pool, r.tenant) == (first.pool, first.tenant))
+    own = [r for r in peers if priority(r, options) >= behind] if policy == "priority" else []
+    return [r for part in (batch, own) for r in sorted(part, key=lambda r: rank(r, policy, options), reverse=True)]

@@ -46,11 +46,13 @@ def tokens_for(budget: int, interactive: int, batch: int, shares: PoolShares) ->
     return first, min(batch, budget - first)
 
 
-def may_enter(pool: str, held: Held, need: int, *, lanes: int, capacity: int, other: int | None, shares: PoolShares) -> str | None:
-    """Why the pool's next sequence, which needs so many blocks, must wait for its pool's sake; None where it need not.
+def may_enter(
+    pool: str, held: Held, need: int, rows: int = 1, *, lanes: int, capacity: int, other: int | None, shares: PoolShares
+) -> str | None:
+    """Why the pool's next sequence, which needs so many blocks and lanes, must wait for its pool's sake; None where it need not.
 
     `held`: by the pool's sequences; `other`: blocks that the other pool's next sequence needs, None where none waits. A sequence
-    that needs more blocks than its pool owns enters alone. An interactive one that large is kept free what it needs; one of batch
+    that needs more than its pool owns enters alone. An interactive one that large is kept free what it needs; one of batch
     work waits until interactive work leaves so much.
     """
     most = {"interactive": (lanes, capacity), "batch": (max(1, int(shares.cap * lanes)), max(1, int(shares.cap * capacity)))}[pool]
@@ -59,10 +61,10 @@ def may_enter(pool: str, held: Held, need: int, *, lanes: int, capacity: int, ot
         if pool == "batch":
             blocks = min(blocks, capacity - other)
         most = (min(most[0], shares.own(pool, lanes)), min(most[1], blocks))
-    if held.rows + 1 > most[0]:
+    if held.rows + rows > most[0] and (rows < 2 or held.rows or pool == "batch" and other is not None and rows >= lanes):
         return f"{pool} work may hold {most[0]} of {lanes} lanes now"
     alone = held.blocks == 0 and (pool == "interactive" or other is None or need <= capacity - other)
-    if held.blocks + need > most[1] and not alone:
+    if held.blocks + need > most[1] < capacity and not alone:
         return f"{pool} work may hold {most[1]} of {capacity} blocks now; it holds {held.blocks} and needs {need} more"
     return None
 

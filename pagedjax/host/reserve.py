@@ -42,6 +42,11 @@ class BuddyPool:
         """Blocks that nobody asked for; not all of them need be in one run."""
         return self.capacity - sum(count for _, count in self._runs.values())
 
+    @property
+    def largest(self) -> int:
+        """Blocks of the longest run there can be."""
+        return 1 << (self.capacity.bit_length() - 1)
+
     def fits(self, count: int) -> bool:
         """Whether a run of `count` blocks is free."""
         return count == 0 or any(self._free[order] for order in range((count - 1).bit_length(), len(self._free)))

@@ -1,26 +1,30 @@
 """The sequences that run: the lanes and blocks they take, the rows they get, and who has to leave for whom."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pagedjax.host.beams import BeamSearch
-from pagedjax.host.entrance import Entrance, Holdings, holdings
+from pagedjax.host.entrance import Entrance, Holdings
+from pagedjax.host.following import Lead, computed_by_others, lead_of
+from pagedjax.host.found import Found
 from pagedjax.host.plan import Entry, Row
 from pagedjax.host.pools import POOLS
 from pagedjax.host.sequence import Key, Sequence, Stats
-from pagedjax.host.tables import BlockTables, Found
+from pagedjax.host.tables import BlockTables
 from pagedjax.host.trace import Trace
 
 Preemption = Literal["auto", "recompute", "swap"]
 
 
 class Wait(NamedTuple):
-    """Why a sequence does not start yet, and how many blocks it would need."""
+    """Why a sequence does not start yet, how many blocks it would need, and who computes meanwhile what it waits for."""
 
     reason: str
     need: int = 0
+    lead: Lead | None = None
 
 
 @dataclass
@@ -69,7 +73,7 @@ class Running:
         """One row for each sequence that has its prompt in the cache: decodes never wait for tokens of the budget.
         alone: nothing waits to enter, so that a dispatch may have several steps."""
         steps = self._decode_steps() if alone else 1
-        for sequence in list(self.sequences):
+        for sequence in self._in_turn():
             if sequence.lane < 0 or sequence.length - sequence.num_scheduled != 1 or not self._wants_more(sequence):
                 continue
             if self._beams and sequence.request.id in self._beams:
@@ -81,6 +85,19 @@ class Running:
             if self._grow(sequence, sequence.num_scheduled + count, step, may_yield=True):
                 self._row(sequence, 1, count, step)
                 step.budget -= 1
+
+    def _in_turn(self) -> list[Sequence]:
+        """The running sequences; where blocks are too few, those that need one come first, by the policy, since nobody is preempted
+        for whom the plan has a row."""
+        tables, running = self.tables, self.sequences
+        free = tables.pool.num_free
+        if free < 2 * len(running) * len(tables.windows) or self.entrance.caps_blocks:
+            needing = [s for s in running if not tables.covers(s, s.num_scheduled + 1)]
+            short = sum(tables.missing(s, s.num_scheduled + 1) for s in needing) > free
+            if short or needing and self.entrance.caps_blocks:
+                orders = {s.order for s in needing}
+                return sorted(needing, key=self.entrance.place) + [s for s in running if s.order not in orders]
+        return list(running)
 
     def _decode_beams(self, search: BeamSearch, step: Step) -> None:
         """All beams that are ready take a row, or all are preempted; a beam whose step is in flight is not ready."""
@@ -122,6 +139,9 @@ class Running:
             sequence.recomputed += again
             self.stats.recomputed_tokens += again
         sequence.highest = max(sequence.highest, sequence.num_scheduled)
+        if start < sequence.prompt_len:
+            self.entrance.computed(sequence, step.now)
+            self.tables.publish(sequence, sequence.num_scheduled)
         mask = sequence.mask if steps else None
         key = request.id, sequence.index, sequence.epoch
         row = Row(*key, sequence.lane, start, count, tokens, sequence.table, steps, mask, targets)
@@ -131,32 +151,62 @@ class Running:
         else:
             step.rows.append(row)
 
-    def prefill(self, sequence: Sequence, step: Step) -> None:
-        """Schedules a chunk of the sequence's known tokens."""
-        left = len(sequence.tokens) - sequence.num_scheduled
-        count = min(left, step.budget)
-        if not self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False):
-            count = min(count, self.tables.room(sequence))
-            if count <= 0:
+    def advance(self, sequence: Sequence, step: Step) -> None:
+        """Schedules a chunk of what the sequence has to compute. Where another one is computing the same, its turn is the other's,
+        as far as the two have the same."""
+        while step.budget > 0 and sequence.lane >= 0:
+            lead = None
+            if self._may_share(sequence) and sequence.order not in step.at:
+                self._take_over(sequence, step)
+                lead = lead_of(sequence, sequence.num_scheduled, self.sequences, self.tables)
+            if lead is None or not self.prefill(lead.leader, step, lead.until):
+                self.prefill(sequence, step)
                 return
+
+    def _take_over(self, sequence: Sequence, step: Step) -> None:
+        """The sequence goes on behind what others have computed of its tokens since it started."""
+        found = computed_by_others(sequence, self.tables)
+        if found is None:
+            return
+        start, end = sequence.num_scheduled, found.num_tokens
+        self.tables.take_over(sequence, found)
+        sequence.num_scheduled = sequence.num_committed = end
+        sequence.cached += max(0, min(end, sequence.prompt_len) - max(start, sequence.highest))
+        sequence.highest = max(sequence.highest, end)
+        self.stats.cached_tokens += end - start
+        self.entrance.found(sequence, step.now)
+        self.trace.note(*sequence.key, step.now, "found", start=start, tokens=end - start)
+
+    def prefill(self, sequence: Sequence, step: Step, until: int | None = None) -> bool:
+        """Schedules a chunk of the sequence's known tokens, none from position `until` on; whether there was room for any."""
+        left = len(sequence.tokens) - sequence.num_scheduled
+        count = min(left if until is None else until - sequence.num_scheduled, step.budget)
+        if not self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False):
+            count = min(count, self.tables.room(sequence, self._free_for(sequence)))
+            if count <= 0:
+                return False
             self._grow(sequence, sequence.num_scheduled + count, step, may_yield=False)
         self.trace.note(*sequence.key, step.now, "chunk", start=sequence.num_scheduled, tokens=count)
         self._row(sequence, count, 1 if count == left else 0, step)
-        self.entrance.computed(sequence, step.now)
         step.budget -= count
         self.tables.publish(sequence, sequence.num_scheduled)
+        return True
 
     def _grow(self, sequence: Sequence, num_tokens: int, step: Step, *, may_yield: bool) -> bool:
         """Gives the sequence blocks for its first num_tokens positions, preempting those that come after it by the policy (never
-        one of this plan) while there are too few; where may_yield the sequence itself may be the one that goes."""
+        one of this plan) while there are too few, in the pool or for its tenant; where may_yield the sequence itself may be the
+        one that goes."""
         if self.tables.windowed and sequence.order not in step.at:  # what its row in this plan sees must stay
             self.tables.trim(sequence)
         if self.tables.covers(sequence, num_tokens):
             return True
-        while self.tables.missing(sequence, num_tokens) > self.tables.pool.num_free:
+        while (need := self.tables.missing(sequence, num_tokens)) > self._free_for(sequence):
             search = self._beams.get(sequence.request.id)
             kin = {s.order for s in search.sequences} if search else set()
-            loser = self.entrance.victim(sequence, self.sequences, step.holds(self._beams) | kin)
+            others = self.sequences
+            if need <= self.tables.pool.num_free:  # its tenant has as much as it may
+                others = [s for s in others if s.request.service.tenant == sequence.request.service.tenant]
+            loser = self.entrance.victim(sequence, others, step.holds(self._beams) | kin)
             if loser is sequence and not may_yield:
                 return False
             self._preempt(loser, sequence)
@@ -165,11 +215,18 @@ class Running:
         self.tables.grow(sequence, num_tokens)
         return True
 
+    def _free_for(self, sequence: Sequence) -> int:
+        """Blocks that the running sequence can take."""
+        free, left = self.tables.pool.num_free, self.entrance.cap_left(sequence, self.sequences)
+        return free if left is None else min(free, left)
+
     # --- who enters, and who leaves ---------------------------------------------------------------------------------
 
-    def start_of(self, sequence: Sequence, held: Holdings, step: Step | None = None) -> Found | Sequence | Wait:
+    def start_of(
+        self, sequence: Sequence, held: Holdings, step: Step | None = None, *, follows: bool = True
+    ) -> Found | Sequence | Wait:
         """What the waiting sequence can start from: blocks of the cache, a sample of the same request to be forked, or why it
-        has to wait. step: the plan it would be part of."""
+        has to wait. step: the plan it would be part of. follows: whether it waits for who computes the same."""
         first, prompt = self._live.get((sequence.request.id, 0)), sequence.prompt_len
         search = self._beams.get(sequence.request.id)
         forks = first is not None and first is not sequence and first.lane >= 0 and not sequence.highest and search is None
@@ -182,7 +239,12 @@ class Running:
             known = sequence.behind * self.tables.size if sequence.places else len(sequence.tokens) - 1
             found = self.tables.find(sequence, known if self._may_share(sequence) else 0)
             need = self.tables.to_start(sequence, found, len(sequence.tokens))
-        lanes = 0 if search and search.lanes else sequence.request.params.beam_width or 1
+            lead = lead_of(sequence, found.num_tokens, self.sequences, self.tables)
+            if lead is not None and follows and self._may_share(sequence):
+                return Wait(f"request {lead.leader.request.id} computes what they share", need, lead)
+            if sequence.places and need > self.tables.pool.capacity:
+                self.tables.drop_places(sequence)  # beside the blocks of a window that it would find again: to be computed again
+        lanes = self.entrance.lanes(sequence)
         if len(self.lanes) < lanes:
             return Wait("all lanes are taken" if lanes == 1 else f"{lanes} beams need as many lanes", need)
         if sequence.num_pending:
@@ -190,19 +252,18 @@ class Running:
         shared = self.entrance.held_by_pool(sequence, need, held)
         if shared is not None:
             return Wait(shared, need)
-        if not self.tables.pool.fits(need) or need + self._owed() > self.tables.pool.num_free:
+        if not self.tables.pool.fits(need):
+            return Wait(f"{need} blocks are needed; {self.tables.pool.num_free} are free", need)
+        need += self.tables.grows_after(sequence, need)
+        need += sum(self.tables.most(len(s.tokens)) for s in self.entrance.companions(sequence))
+        # Hysteresis: its tokens, and one block of each group more where it will grow, must fit beside what the running ones will
+        # still compute, and one more for each of those, so that it is not preempted again at once.
+        if need + self.entrance.owed(self.sequences, sequence) > self.tables.pool.num_free:
             return Wait(f"{need} blocks are needed beside what others will take; {self.tables.pool.num_free} are free", need)
         return found
 
     def _may_share(self, sequence: Sequence) -> bool:
         return sequence.request.params.prompt_logprobs is None
-
-    def _owed(self, without: Iterable[Sequence] = ()) -> int:
-        """Hysteresis: a sequence enters when its tokens fit beside what the running ones still have to prefill, with one block
-        of each group left for each of those that will grow beyond it, so that it is not preempted again at once."""
-        gone = set(map(id, without))
-        running = (s for s in self.sequences if id(s) not in gone)
-        return sum(self.tables.missing(s, s.length) + self.tables.grows(s, s.length) for s in running)
 
     def enter(self, sequence: Sequence, start: Found | Sequence, step: Step) -> None:
         search = self._beams.get(sequence.request.id)
@@ -239,28 +300,39 @@ class Running:
             step.entries.append(Entry(lane, s.request, s.index, tuple(sequence.tokens), s.max_len, s.mask))
 
     def displace(self, now: float) -> None:
-        """Preempts running sequences for more urgent ones that find no lane or no blocks, if that is enough for them."""
+        """Preempts running sequences for more urgent ones that find no lane or no blocks, or that their tenant's caps hold back: as
+        few as are enough, and none where all of them would not be."""
         if not self.entrance.may_displace(self.sequences):
             return
-        held = holdings(self.sequences)
+        held = self.entrance.held(self.sequences)
         for pool in POOLS:
-            head = self.entrance.queue.head(pool, now, held.tenants)
-            wait = None if head is None else self.start_of(head, held)
-            if head is None or not isinstance(wait, Wait):
-                continue
-            gone: list[Sequence] = []
-            lanes, blocks = len(self.lanes), self.tables.pool.num_free
-            for sequence in self.entrance.displaceable(head, self.sequences, held):
-                if lanes >= 1 and blocks >= wait.need + self._owed(gone):
-                    break
-                gone.append(sequence)
-                lanes += 1
-                blocks += sum(not self.tables.pool.is_shared(block) for block in sequence.held)
-            if lanes >= 1 and blocks >= wait.need + self._owed(gone):
+            for first in self.entrance.firsts(pool, now, held):
+                gone = self._in_its_way(first, held, now)
                 for sequence in gone:
                     if sequence.lane >= 0:  # beams go together
-                        self._preempt(sequence, head)
-                held = holdings(self.sequences)
+                        self._preempt(sequence, first)
+                held = self.entrance.held(self.sequences) if gone else held
+
+    def _in_its_way(self, first: Sequence, held: Holdings, now: float) -> list[Sequence]:
+        """Running sequences that must leave, and may be made to, for the waiting one to start."""
+        may_go = list(self.entrance.displaceable(first, self.sequences, held))
+        start = self.start_of(first, held) if may_go else None
+        need = start.need if isinstance(start, Wait) else 0
+
+        def enough(count: int) -> bool:
+            orders = {s.order for s in may_go[:count]}
+            searches = {s.request.id for s in may_go[:count]} & self._beams.keys()
+            gone = [s for s in self.sequences if s.order in orders or s.request.id in searches]
+            rest = [s for s in self.sequences if s.order not in orders and s.request.id not in searches]
+            then = self.entrance.held(rest)
+            lanes = self.entrance.num_lanes - sum(own.rows for own in then.pools.values())
+            blocks = self.tables.pool.num_free + sum(not self.tables.pool.is_shared(b) for s in gone for b in s.held)
+            fits = lanes >= self.entrance.lanes(first) and blocks >= need + self.entrance.owed(rest, first)
+            return fits and self.entrance.may_start(first, need, then, now, gone)
+
+        if not may_go or not enough(len(may_go)):
+            return []
+        return may_go[: bisect_left(range(len(may_go)), True, key=enough)]
 
     def _preempt(self, sequence: Sequence, by: Sequence) -> None:
         """The sequence, with the other beams of its request, gives back all it holds and waits again, where it stood: to be
@@ -288,7 +360,8 @@ class Running:
         """Whether to keep what only this sequence has in host memory: where both can be measured, if moving it there and back takes
         less time than computing it again."""
         blocks, rate = self.tables.unnamed(sequence), self.entrance.rates.prefill_rate
-        if self.preemption == "recompute" or not self.tables.places.capacity or blocks > self.tables.places.num_free:
+        room = 0 if sequence.reserved else self.tables.places.num_free
+        if self.preemption == "recompute" or blocks > room or not self.tables.places.capacity:
             return False
         if self.preemption == "swap" or rate is None or self.swap_seconds is None:
             return True

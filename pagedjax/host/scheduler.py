@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pagedjax.errors import check
 from pagedjax.host.beams import BeamSearch, begin
 from pagedjax.host.block_pool import BlockPool
-from pagedjax.host.entrance import Entrance, ServiceRules, holdings
+from pagedjax.host.counting import count
+from pagedjax.host.entrance import Entrance, ServiceRules
 from pagedjax.host.plan import Plan, Row, RowResult
 from pagedjax.host.pools import POOLS, tokens_for
 from pagedjax.host.request import FinishReason, Request, TokenEvent, Usage
@@ -53,6 +54,7 @@ class Scheduler:
             pool,
             block_size,
             max_model_len=max_model_len,
+            chunk=token_budget,
             windows=windows,
             prefix_caching=prefix_caching,
             reserve=reserve,
@@ -62,12 +64,14 @@ class Scheduler:
         self.pool, self.block_size, self.max_model_len = pool, block_size, max_model_len
         self.token_budget, self.max_queued = token_budget, max_queued
         self.clock = clock
-        self.entrance = Entrance(service or ServiceRules(), self.tables, num_lanes=num_lanes, token_budget=token_budget)
         self._live: dict[Key, Sequence] = {}
         self._ids: Counter[str] = Counter()  # live sequences of each request that has any
         self._followers: dict[str, list[Sequence]] = {}  # samples that wait for the first one to compute the prompt
         self._beams: dict[str, BeamSearch] = {}
+        rules = service or ServiceRules()
+        self.entrance = Entrance(rules, self.tables, self._beams, num_lanes=num_lanes, token_budget=token_budget)
         self._due: dict[str, float] = {}  # of requests with a deadline: when that is
+        self._late: dict[str, str] = {}  # of those, why it cannot be met, where that was found too late for the plan of the step
         self._ended: list[TokenEvent] = []
         self._orders = itertools.count()
         self._runs = Running(
@@ -86,20 +90,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues the request, or refuses it: QueueFull at a bound, UserError for what can never fit."""
-        params, prompt, name = request.params, len(request.prompt), f"request {request.id}"
-        check(prompt > 0, f"{name}: the prompt must hold at least one token; got 0")
-        check(
-            prompt < self.max_model_len,
-            f"{name}: the prompt must be shorter than max_model_len {self.max_model_len}; got {prompt} tokens",
-        )
-        max_len, beams = self.max_len(request), params.beam_width
-        need = self.tables.most(max_len - 1, self.token_budget) * (beams or 1)  # the last token is never written
-        what = f"prompt and output of {beams} beams" if beams else "prompt and output"
-        check(
-            need <= self.pool.capacity,
-            f"{name}: {what} need {need} blocks of {self.block_size} tokens; the pool has {self.pool.capacity}",
-        )
-        check(beams <= self.entrance.num_lanes, f"{name}: {beams} beams need as many lanes; there are {self.entrance.num_lanes}")
+        params, prompt, beams = request.params, len(request.prompt), request.params.beam_width
+        max_len = self.entrance.longest(request)
         check(request.id not in self._ids, f"request id {request.id} is already in use")
         now = self.clock()
         sequences = [
@@ -108,7 +100,7 @@ class Scheduler:
         ]
         search = begin(request, sequences, max_len - prompt) if beams else None
         followers = sum(map(len, self._followers.values()))
-        self.entrance.admit(request, sequences[0], len(sequences), followers, self.running, self.max_queued)
+        self.entrance.admit(request, sequences[0], len(sequences), followers, self.running, self.max_queued, now)
         self.trace.begin(request.id)
         self.trace.note(request.id, 0, now, "queued", ahead=self.num_waiting, prompt=prompt)
         if search is not None:
@@ -127,15 +119,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that do not run."""
         return len(self.entrance.queue) + sum(map(len, self._followers.values()))
-
-    def max_len(self, request: Request) -> int:
-        """Longest prompt and output of a request; without max_tokens as long as the pool allows (its last token is never
-        written), but for one token at least."""
-        prompt, wanted = len(request.prompt), request.params.max_tokens
-        if wanted is None:
-            room = self.pool.capacity // len(self.tables.windows) * self.block_size
-            wanted = max(1, room + 1 - prompt)
-        return min(prompt + wanted, self.max_model_len)
 
     def cancel(self, request_id: str) -> list[TokenEvent]:
         """Ends all sequences of a request; their blocks are free at once. Unknown ids are ignored."""
@@ -194,7 +177,7 @@ class Scheduler:
                 self._let_in(pool, step, before=self.entrance.turn(begun[0]))
             for sequence in begun:
                 if step.budget > 0 and sequence.lane >= 0:
-                    self._runs.prefill(sequence, step)
+                    self._runs.advance(sequence, step)
             if self.stats.preemptions == preemptions:
                 self._let_in(pool, step)
         if not step.rows:
@@ -203,7 +186,8 @@ class Scheduler:
         moves = self.tables.take_moves()
         steps = max([row.steps for row in step.rows] + [1])
         plan = Plan(tuple(step.rows), tuple(step.entries), steps, *moves)
-        self._count(plan)
+        count(self.stats, plan, self.running, self.tables)
+        self.stats.running, self.stats.waiting = len(self.running), self.num_waiting
         return plan
 
     def commit(self, plan: Plan, results: Iterable[RowResult], seconds: float | None = None) -> list[TokenEvent]:
@@ -238,8 +222,10 @@ class Scheduler:
         return events
 
     def seconds_idle(self) -> float:
-        """Until somebody who waits may start, as far as that depends on time alone."""
-        return self.entrance.queue.seconds_idle(self.clock()) or 0.0
+        """Until somebody who waits may start, or has waited too long, as far as that depends on time alone."""
+        now = self.clock()
+        idle = self.entrance.queue.seconds_idle(now) or 0.0
+        return max(0.0, min(idle, min(self._due.values(), default=now + idle) - now))
 
     def take_ended(self) -> list[TokenEvent]:
         """Of sequences that ended by their deadlines since the last time it was asked."""
@@ -293,10 +279,14 @@ class Scheduler:
     # --- parts of schedule ------------------------------------------------------------------------------------------
 
     def _end_late(self, now: float) -> None:
-        """Ends what has passed its deadline."""
-        for request_id in [request_id for request_id, due in self._due.items() if due <= now]:
-            self.trace.note(request_id, 0, now, "dropped", because="its deadline has passed")
-            self._ended += self._end(request_id, "deadline")
+        """Ends what has passed its deadline, or cannot meet it any more."""
+        passed = {request_id: "its deadline has passed" for request_id, due in self._due.items() if due <= now}
+        for request_id, reason in (passed | self._late).items():
+            self._drop(request_id, reason, now)
+
+    def _drop(self, request_id: str, reason: str, now: float) -> None:
+        self.trace.note(request_id, 0, now, "dropped", because=reason)
+        self._ended += self._end(request_id, "deadline")
 
     def _release_followers(self, now: float) -> None:
         """Samples join the queue once the first one has computed the prompt for them, or has ended or been preempted."""
@@ -329,19 +319,29 @@ class Scheduler:
         """Waiting sequences, whose turn is `before` that, enter as the queue has them, while there are tokens, lanes and blocks."""
         queue, held = self.entrance.queue, None
         while queue.count(pool) and step.budget > 0:
-            held = held or holdings(self.running)
-            # A prefix that is still being prefilled takes the whole budget: who shares it comes after its last chunk.
-            sequence = queue.head(pool, step.now, held.tenants)
+            held = held or self.entrance.held(self.running)
+            beam = self.entrance.outside(pool)
+            sequence = beam or queue.head(pool, step.now, held.tenants)
             for other, reason in queue.passed_over(pool):
                 self.trace.waits(*other.key, step.now, reason)
             if sequence is None or before is not None and self.entrance.turn(sequence) >= before:
                 return
             late = self.entrance.late(sequence, step.now)
+            if late is not None and any(row.request_id == sequence.request.id for row in step.rows):
+                self._late[sequence.request.id] = late  # what this plan computes keeps its lane and blocks until the next one
+                return
             if late is not None:
-                self.trace.note(*sequence.key, step.now, "dropped", because=late)
-                self._ended += self._end(sequence.request.id, "deadline")
+                self._drop(sequence.request.id, late, step.now)
                 continue
             start = self._runs.start_of(sequence, held, step)
+            if beam is not None and (capped := self.entrance.capped(beam, held)):
+                start = Wait(capped)
+            if isinstance(start, Wait) and start.lead is not None:  # its turn is the leader's
+                if self._runs.prefill(start.lead.leader, step, start.lead.until):
+                    self.trace.waits(*sequence.key, step.now, start.reason)
+                    held = None
+                    continue
+                start = self._runs.start_of(sequence, held, step, follows=False)  # that one finds no blocks
             if isinstance(start, Wait):
                 self.trace.waits(*sequence.key, step.now, start.reason)
                 return  # nobody passes the head
@@ -378,33 +378,9 @@ class Scheduler:
             del self._ids[request_id]
             self._followers.pop(request_id, None)
             self._due.pop(request_id, None)
+            self._late.pop(request_id, None)
             search = self._beams.pop(request_id, None)
             if search is not None:
                 self._runs.lanes += search.lanes
                 self.entrance.left(search.sequences[0], self.clock())
             self.trace.end(request_id)
-
-    def _count(self, plan: Plan) -> None:
-        stats, size = self.stats, self.block_size
-        stats.steps += plan.steps
-        stats.copies += len(plan.copies)
-        tokens = sum(max(row.count, row.steps) for row in plan.rows)
-        stats.scheduled_tokens += tokens
-        stats.step_tokens.observe(tokens)
-        stats.slots_held = (self.pool.capacity - self.pool.num_free) * size
-        stats.slot_steps.external += self.pool.num_free * size * plan.steps
-        stats.waste = stats.lookahead = worst = 0
-        steps, slots = plan.steps, self.tables.slots
-        for s in self.running:
-            held, tokens = slots(s)
-            s.steps_held[held] = s.steps_held.get(held, 0) + steps
-            s.token_steps += tokens * steps
-            waste = held - tokens
-            stats.waste += waste
-            stats.lookahead += s.num_scheduled - s.num_committed
-            if waste > worst and not s.reserved:
-                worst = waste
-        stats.worst_waste = max(stats.worst_waste, worst // len(self.tables.windows))
-        assert stats.worst_waste < size, f"a sequence holds {stats.worst_waste} slots more than its tokens; blocks have {size}"
-        stats.peak_blocks = max(stats.peak_blocks, self.pool.capacity - self.pool.num_free)
-        stats.running, stats.waiting = len(self.running), self.num_waiting

@@ -42,6 +42,7 @@ class Sequence:
         default_factory=list
     )  # of each group: its tokens' whole blocks, as far as known
     forked: bool = False  # its last block may be another's, too
+    borrowed: int = 0  # blocks that others held already when it started from them
     reserved: int = 0  # slots of a contiguous reservation; 0: block by block
     places: list[list[int]] = field(default_factory=list)  # of each group: in host memory, of the blocks behind the named ones
     behind: int = 0  # the first block that has a place
@@ -72,7 +73,15 @@ class Sequence:
     @property
     def num_held(self) -> int:
         """How many those are, counted faster."""
-        return sum(len(blocks) - blocks.count(0) for blocks in self.blocks)
+        held = 0
+        for blocks in self.blocks:
+            held += len(blocks) - blocks.count(0)
+        return held
+
+    @property
+    def num_added(self) -> int:
+        """How many it has added to those in use."""
+        return max(0, self.num_held - self.borrowed)
 
     def take(self, token: int) -> tuple[bool, FinishReason | None, int | None]:
         """One more token, as the device chose it: (whether it belongs to the output, why the sequence ends here if it does,

@@ -20,14 +20,15 @@ class Work(NamedTuple):
     rows: int  # of the bucket
     context: int  # cached tokens that are read: a chunk of a prompt reads those before and in it once
     pairs: int  # of a query and a key it sees; of decode rows the same as context
+    moved: int = 0  # cached tokens that went to host memory or came back, in whole blocks
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds for each unit of Work; none is negative, and the sum of their products is the time of a dispatch.
 
-    A pass reads all weights, a token is multiplied with them, context is read from the pool, pairs are computed. The parts are
-    added, as if none went on while another does.
+    A pass reads all weights, a token is multiplied with them, context is read from the pool, pairs are computed, and what is moved
+    goes over the host's bus. The parts are added, as if none went on while another does.
     """
 
     per_pass: float = 0.0
@@ -35,6 +36,7 @@ class StepTime:
     per_row: float = 0.0
     per_context: float = 0.0
     per_pair: float = 0.0
+    per_moved: float = 0.0
 
     def __post_init__(self):
         for name, value in asdict(self).items():
@@ -49,24 +51,34 @@ class StepTime:
             + self.per_row * work.rows
             + self.per_context * work.context
             + self.per_pair * work.pairs
+            + self.per_moved * work.moved
         )
 
 
 def from_data_sheet(
-    *, weight_bytes: float, kv_bytes: float, token_flops: float, pair_flops: float, bandwidth: float, flops: float
+    *,
+    weight_bytes: float,
+    kv_bytes: float,
+    token_flops: float,
+    pair_flops: float,
+    bandwidth: float,
+    flops: float,
+    host_bandwidth: float,
 ) -> StepTime:
-    """The step time of a device that reaches `bandwidth` bytes and `flops` operations a second: weights are read once a pass and
-    `kv_bytes` for each token of context; a token takes `token_flops`, a pair of a query and a key `pair_flops`."""
+    """The step time of a device that reaches `bandwidth` bytes and `flops` operations a second, and `host_bandwidth` bytes from
+    host memory or to it: weights are read once a pass and `kv_bytes` for each token of context; a token takes `token_flops`, a
+    pair of a query and a key `pair_flops`."""
     return StepTime(
         per_pass=weight_bytes / bandwidth,
         per_token=token_flops / flops,
         per_context=kv_bytes / bandwidth,
         per_pair=pair_flops / flops,
+        per_moved=kv_bytes / host_bandwidth,
     )
 
 
 # A model of 8.03 billion parameters like Llama 3.1 8B (32 layers, 32 heads and 8 kv heads of width 128) in bfloat16 on an H200, at
-# 80 % of its bandwidth and 60 % of its dense bfloat16 operations.
+# 80 % of its bandwidth and of that of PCIe 5.0 with 16 lanes, and 60 % of its dense bfloat16 operations.
 H200_8B = from_data_sheet(
     weight_bytes=2 * 8.03e9,
     kv_bytes=2 * 2 * 32 * 8 * 128,
@@ -74,6 +86,7 @@ H200_8B = from_data_sheet(
     pair_flops=4 * 32 * 32 * 128,
     bandwidth=0.8 * 4.8e12,
     flops=0.6 * 989e12,
+    host_bandwidth=0.8 * 63e9,
 )
 
 

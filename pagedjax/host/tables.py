@@ -3,26 +3,19 @@ window, kept in host memory. Plain bookkeeping: what the device must do for it g
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
-from pagedjax.errors import UserError
+from pagedjax.errors import UserError, check
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.cache_log import CacheLog, Stored
+from pagedjax.host.found import Found, first_seen, usable
+from pagedjax.host.moves import Moves
 from pagedjax.host.plan import Copy, Swap
 from pagedjax.host.prefix_cache import Content, PrefixCache
 from pagedjax.host.request import Request
 from pagedjax.host.reserve import BuddyPool, Reserve, reserved_slots
 from pagedjax.host.sequence import Sequence
-
-
-class Found(NamedTuple):
-    """What a sequence can start from: its first num_tokens tokens, and where they are. Of each group the blocks in order: a block
-    of the pool, 0 where the window has moved on, or -p for place p of host memory."""
-
-    num_tokens: int
-    blocks: list[list[int]]
 
 
 class BlockTables:
@@ -38,13 +31,16 @@ class BlockTables:
         block_size: int,
         *,
         max_model_len: int,
+        chunk: int,
         windows: tuple[int | None, ...] = (None,),
         prefix_caching: bool = True,
         reserve: Reserve = "paged",
         places: int = 0,
         debug: bool = False,
     ):
-        self.pool, self.size, self.windows = pool, block_size, windows
+        """chunk: the most tokens of a sequence that one step computes."""
+        check(reserve == "paged" or len(windows) == 1, f"reserve must be paged where layers see differently far; got {reserve}")
+        self.pool, self.size, self.windows, self.chunk = pool, block_size, windows, chunk
         self.windowed = any(window is not None for window in windows)
         self.reserve: Reserve = reserve
         self.max_model_len = max_model_len
@@ -55,19 +51,19 @@ class BlockTables:
         self.log: CacheLog | None = None  # of what the cache learns and forgets, for whoever asks
         if self.cache is not None:
             self.cache.on_forget = self._forget
-        self._copies: list[Copy] = []
-        self._swap_out: list[Swap] = []
-        self._swap_in: list[Swap] = []
-        self._lent: list[int] = []  # places that the plan in the making reads
-        self._fresh: list[int] | None = [] if debug else None  # blocks that it gave out
+        self._moves = Moves(fresh=[] if debug else None)  # of the plan in the making
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def most(self, num_tokens: int, chunk: int) -> int:
-        """Blocks that a sequence of num_tokens holds at most, where no step computes more than `chunk` of them at once."""
+    def most(self, num_tokens: int) -> int:
+        """Blocks that a sequence of num_tokens holds at most."""
         whole = self.blocks_for(num_tokens)
-        return sum(whole if w is None else min(whole, self.blocks_for(w + chunk) + 1) for w in self.windows)
+        return sum(min(whole, self._bound(window)) for window in self.windows)
+
+    def _bound(self, window: int | None) -> int:
+        """Blocks that a sequence of any length holds at most in a group of this window."""
+        return self.width if window is None else self.blocks_for(window + self.chunk) + 1
 
     def empty(self) -> np.ndarray:
         return np.zeros((len(self.windows), self.width), np.int32)
@@ -108,19 +104,29 @@ class BlockTables:
         """Blocks that must be free before the sequence can compute up to its first num_tokens tokens."""
         if sequence.reserved:
             return 0
-        want = self.blocks_for(num_tokens)
-        need = sum(max(0, want - len(blocks)) for blocks in sequence.blocks)
+        need = max(0, self.blocks_for(num_tokens) - len(sequence.blocks[0])) * len(self.windows)
         return need + len(list(self._others_tails(sequence))) if sequence.forked else need
 
-    def grows(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks the sequence takes next, beyond what its first num_tokens tokens need; 0 where it will take none."""
-        held = max(len(sequence.blocks[0]), self.blocks_for(num_tokens))
-        more = not sequence.reserved and self.blocks_for(sequence.max_len - 1) > held
-        return len(self.windows) if more else 0
+    def grows_after(self, sequence: Sequence, need: int) -> int:
+        """Blocks that a sequence which needs so many to start takes next; 0 where it will take none, or can hold no more."""
+        grows = self.reserve == "paged" and self.blocks_for(sequence.max_len - 1) > self.blocks_for(len(sequence.tokens))
+        most = self.need(sequence.prompt_len, sequence.max_len)
+        return max(0, min(len(self.windows), most - need)) if grows else 0
 
-    def room(self, sequence: Sequence) -> int:
-        """Tokens it can compute next with the blocks that it holds and those that are free."""
-        free = self.pool.num_free - self.missing(sequence, sequence.num_scheduled)
+    def owed(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence will take for the tokens it has, and beyond them next."""
+        if sequence.reserved:
+            return 0
+        held, groups = len(sequence.blocks[0]), len(self.windows)
+        known = max(held, self.blocks_for(sequence.length))
+        need = (known - held + (self.blocks_for(sequence.max_len - 1) > known)) * groups
+        if self.windowed and need > groups:  # it gives blocks back on the way
+            need = min(need, max(0, self.most(sequence.length) - sequence.num_held) + groups)
+        return need + len(list(self._others_tails(sequence))) if sequence.forked else need
+
+    def room(self, sequence: Sequence, free: int) -> int:
+        """Tokens it can compute next with the blocks that it holds and so many more."""
+        free -= self.missing(sequence, sequence.num_scheduled)
         blocks = len(sequence.blocks[0]) + free // len(self.windows)
         return blocks * self.size - sequence.num_scheduled if free >= 0 else 0
 
@@ -130,7 +136,7 @@ class BlockTables:
             at = sequence.num_scheduled // self.size
             for group in list(self._others_tails(sequence)):
                 (block,) = self._allocate(1)
-                self._copies.append(Copy(sequence.blocks[group][at], block))
+                self._moves.copies.append(Copy(sequence.blocks[group][at], block))
                 self.pool.release([sequence.blocks[group][at]])
                 sequence.blocks[group][at] = sequence.table[group, at] = block
             sequence.forked = False
@@ -154,80 +160,76 @@ class BlockTables:
             if window is None or sequence.reserved:
                 continue
             blocks = sequence.blocks[group]
-            end = min(len(blocks), max(0, sequence.num_scheduled + 1 - window) // self.size)
-            gone = []
-            for i in range(end - 1, -1, -1):
-                if not blocks[i]:
-                    break
-                gone.append(blocks[i])
-                blocks[i] = 0
-            if gone:
-                self.pool.release(gone)
-                sequence.table[group, end - len(gone) : end] = 0
+            end = min(len(blocks), first_seen(sequence.num_scheduled, window, self.size))
+            start = end
+            while start and blocks[start - 1]:
+                start -= 1
+            if start < end:
+                self._retain(sequence, group, start, end)
+                self.pool.release(reversed(blocks[start:end]))
+                blocks[start:end] = [0] * (end - start)
+                sequence.table[group, start:end] = 0
 
     def release(self, sequence: Sequence) -> None:
         """The sequence gives back all its blocks; those of its prompt are held on to as its request asks."""
-        service = sequence.request.service
-        if service.retention and isinstance(self.pool, BlockPool):
-            for blocks in sequence.blocks:
-                prompt = blocks[: min(sequence.named, sequence.prompt_len // self.size)]
-                self.pool.retain((block for block in prompt if block), service.retention, service.retention_seconds)
+        if self._moves.copies:  # those of beams that are preempted before the row that they were made for
+            self._moves.forget({block for block in sequence.held if not self.pool.is_shared(block)})
+        for group, blocks in enumerate(sequence.blocks):
+            self._retain(sequence, group, 0, len(blocks))
         for blocks in sequence.blocks:
             self.pool.release(block for block in reversed(blocks) if block)
             blocks.clear()
         sequence.table = self.empty()  # a step in flight may still be packed from the old one
-        sequence.named, sequence.forked = 0, False
+        sequence.named, sequence.forked, sequence.borrowed = 0, False, 0
 
-    def slots(self, sequence: Sequence) -> tuple[int, int]:
-        """(held, with tokens in them), over all groups."""
-        if not self.windowed:
-            groups = len(self.windows)
-            return groups * len(sequence.blocks[0]) * self.size, groups * sequence.num_scheduled
-        held, tokens = 0, 0
-        for blocks, window in zip(sequence.blocks, self.windows, strict=True):
-            gone = 0 if window is None else blocks.count(0) * self.size
-            held += len(blocks) * self.size - gone
-            tokens += sequence.num_scheduled - gone
-        return held, tokens
+    def _retain(self, sequence: Sequence, group: int, start: int, end: int) -> None:
+        """Of its blocks there, which it is about to give back, those of its prompt are held on to as its request asks."""
+        service = sequence.request.service
+        if service.retention and isinstance(self.pool, BlockPool):
+            prompt = sequence.blocks[group][start : min(end, sequence.named, sequence.prompt_len // self.size)]
+            self.pool.retain(filter(None, prompt), service.retention, service.retention_seconds)
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def find(self, sequence: Sequence, num_tokens: int) -> Found:
-        """The longest beginning of the sequence's first num_tokens tokens that is in the pool or in host memory."""
+    def find(self, sequence: Sequence, num_tokens: int, *, in_pool: bool = False) -> Found:
+        """The longest beginning of the sequence's first num_tokens tokens that is in the pool or in host memory; in_pool: only
+        there."""
         if self.cache is None:
             return Found(0, [[] for _ in self.windows])
         rows = []
         for group, window in enumerate(self.windows):
             row: list[int] = []
-            for key, content in self._hashes(sequence, group, num_tokens // self.size):
+            for key, content in self.hashes(sequence, group, num_tokens // self.size):
                 block = self.cache.get(key, content)
-                if not block and self.tier is not None:
+                if not block and self.tier is not None and not in_pool:
                     block = -self.tier.get(key, content)
                 if not block and window is None:
                     break
                 row.append(block)
             rows.append(row)
-        end = min(len(row) for row in rows)
-        firsts = [0] * len(rows)
-        while end:  # of a window only the last blocks are needed
-            firsts = [0 if w is None else max(0, end * self.size + 1 - w) // self.size for w in self.windows]
-            holes = [max((i for i in range(first, end) if not row[i]), default=-1) for first, row in zip(firsts, rows, strict=True)]
-            if max(holes) < 0:
-                break
-            end = max(holes)
-        blocks = [[0] * min(first, end) + row[first:end] for first, row in zip(firsts, rows, strict=True)]
-        return Found(end * self.size, blocks)
+        return usable(rows, self.windows, self.size)
 
     def to_start(self, sequence: Sequence, found: Found, num_tokens: int) -> int:
         """Blocks that must be free before the sequence can start from what was found and hold its first num_tokens tokens."""
         if self.reserve != "paged":
             return self.blocks_for(self._run(sequence))
         known = [block for blocks in found.blocks for block in blocks]
-        new = len(self.windows) * (self.blocks_for(num_tokens) - found.num_tokens // self.size)
+        more = self.blocks_for(num_tokens) - found.num_tokens // self.size
+        new = len(self.windows) * more
+        if self.windowed:
+            held = (sum(map(bool, blocks)) for blocks in found.blocks)
+            kept = [sum(map(bool, places)) for places in sequence.places] or [0] * len(self.windows)
+            new = sum(max(k, min(more, self._bound(w) - h)) for w, h, k in zip(self.windows, held, kept, strict=True))
         return new + sum(block < 0 for block in known) + self.pool.num_idle(block for block in known if block > 0)
 
     def _run(self, sequence: Sequence) -> int:
         return reserved_slots(self.reserve, sequence.prompt_len, sequence.max_len, self.max_model_len)
+
+    def need(self, prompt: int, max_len: int) -> int:
+        """Blocks that a sequence of so many tokens of prompt and of both needs in its life: its run, where sequences reserve, else
+        the most it holds at a time (its last token is never written)."""
+        run = reserved_slots(self.reserve, prompt, max_len, self.max_model_len)
+        return self.blocks_for(run) if run else self.most(max_len - 1)
 
     def start(self, sequence: Sequence, found: Found) -> None:
         """The sequence holds what was found; where sequences reserve, its run."""
@@ -236,20 +238,33 @@ class BlockTables:
             sequence.blocks[0] += self._allocate(self.blocks_for(sequence.reserved))
             sequence.table[0, : len(sequence.blocks[0])] = sequence.blocks[0]
             return
+        known = [block for blocks in found.blocks for block in blocks if block > 0]
+        sequence.borrowed = len(known) - self.pool.num_idle(known)
         for blocks in found.blocks:  # all of them before any block is given out, which may push others out
             self.pool.share(block for block in blocks if block > 0)
             lent = [-block for block in blocks if block < 0]
             self.places.share(lent)
-            self._lent += lent
+            self._moves.lent += lent
         for group, blocks in enumerate(found.blocks):
             own = sequence.blocks[group]
             own += [block if block >= 0 else self._bring_back(-block) for block in blocks]
             sequence.table[group, : len(own)] = own
         self.publish(sequence, found.num_tokens)
 
+    def take_over(self, sequence: Sequence, found: Found) -> None:
+        """A sequence in the middle of its prompt holds, in place of its own blocks, what was found in the pool, which is more."""
+        for blocks in found.blocks:
+            self.pool.share(filter(None, blocks))
+        for group, (own, blocks) in enumerate(zip(sequence.blocks, found.blocks, strict=True)):
+            self.pool.release(filter(None, reversed(own)))
+            own[:] = blocks
+            sequence.table[group, : len(own)] = own
+        sequence.borrowed = sum(self.pool.is_shared(block) for block in sequence.held)
+        self.publish(sequence, found.num_tokens)
+
     def _bring_back(self, place: int) -> int:
         (block,) = self._allocate(1)
-        self._swap_in.append(Swap(block, place))
+        self._moves.swap_in.append(Swap(block, place))
         return block
 
     def can_fork(self, parent: Sequence, num_tokens: int) -> bool:
@@ -257,7 +272,7 @@ class BlockTables:
         if parent.reserved or parent.num_scheduled < num_tokens:
             return False
         count = self.blocks_for(num_tokens)
-        firsts = (0 if w is None else max(0, num_tokens + 1 - w) // self.size for w in self.windows)
+        firsts = (first_seen(num_tokens, window, self.size) for window in self.windows)
         return all(all(blocks[first:count]) for first, blocks in zip(firsts, parent.blocks, strict=True))
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -271,11 +286,12 @@ class BlockTables:
             child.table[group, :count] = shared
             child.hashes[group] = parent.hashes[group][: num_tokens // self.size]
         child.named = min(parent.named, num_tokens // self.size)
+        child.borrowed = num_tokens // self.size * len(self.windows)  # whoever writes to the last block has one of its own then
         child.forked = parent.forked = True
 
     # --- naming -----------------------------------------------------------------------------------------------------
 
-    def _hashes(self, sequence: Sequence, group: int, count: int) -> list[tuple[bytes, Content]]:
+    def hashes(self, sequence: Sequence, group: int, count: int) -> list[tuple[bytes, Content]]:
         """(key, content) of the sequence's first `count` blocks; what was hashed once is kept. Groups have keys of their own."""
         known = sequence.hashes[group]
         if self.cache is not None and len(known) < count:
@@ -288,7 +304,7 @@ class BlockTables:
         count = min(end, len(sequence.tokens)) // self.size
         if self.cache is not None and sequence.named < count:
             for group, blocks in enumerate(sequence.blocks):
-                for i, (key, content) in enumerate(self._hashes(sequence, group, count)):
+                for i, (key, content) in enumerate(self.hashes(sequence, group, count)):
                     if i >= sequence.named and blocks[i]:
                         new = self.cache.publish(key, content, blocks[i])
                         if new and self.log is not None and group == self.log.group:
@@ -298,7 +314,15 @@ class BlockTables:
 
     def pin(self, salt: str, tokens: list[int]) -> int:
         """Holds on to the whole blocks of a prefix, those that are cached and those that will be, until `unpin`; how many."""
-        return sum(self._pins("pin").pin(f"{group}:{salt}", tokens) for group in range(len(self.windows)))
+        cache, salts = self._pins("pin"), [f"{group}:{salt}" for group in range(len(self.windows))]
+        for done, own in enumerate(salts):
+            try:
+                cache.pin(own, tokens)
+            except UserError:  # all groups or none
+                for pinned in salts[:done]:
+                    cache.unpin(pinned, tokens)
+                raise
+        return len(salts) * (len(tokens) // self.size)
 
     def unpin(self, salt: str, tokens: list[int]) -> int:
         return sum(self._pins("unpin").unpin(f"{group}:{salt}", tokens) for group in range(len(self.windows)))
@@ -332,7 +356,7 @@ class BlockTables:
             (place,) = self.places.allocate(1)
             self.tier.publish(key, content, place)
             self.places.release([place])
-            self._swap_out.append(Swap(block, place))
+            self._moves.swap_out.append(Swap(block, place))
 
     def unnamed(self, sequence: Sequence) -> int:
         """Blocks behind the named ones, which nothing else would keep."""
@@ -346,7 +370,7 @@ class BlockTables:
             end = blocks[sequence.named :]
             places = [self.places.allocate(1)[0] if block else 0 for block in end]
             sequence.places.append(places)
-            self._swap_out += [Swap(block, place) for block, place in zip(end, places, strict=True) if block]
+            self._moves.swap_out += [Swap(block, place) for block, place in zip(end, places, strict=True) if block]
         self.release(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
@@ -357,8 +381,8 @@ class BlockTables:
             own += [next(new) if place else 0 for place in places]
             sequence.table[group, : len(own)] = own
             kept = zip(own[sequence.behind :], places, strict=True)
-            self._swap_in += [Swap(block, place) for block, place in kept if place]
-            self._lent += [place for place in places if place]
+            self._moves.swap_in += [Swap(block, place) for block, place in kept if place]
+            self._moves.lent += [place for place in places if place]
         sequence.places.clear()
 
     def drop_places(self, sequence: Sequence) -> None:
@@ -368,24 +392,21 @@ class BlockTables:
 
     def _allocate(self, count: int) -> list[int]:
         blocks = self.pool.allocate(count)
-        if self._fresh is not None:
-            self._fresh += blocks
+        if self._moves.fresh is not None:
+            self._moves.fresh += blocks
         return blocks
 
     def take_moves(self) -> tuple[tuple[Copy, ...], tuple[Swap, ...], tuple[Swap, ...], tuple[int, ...]]:
         """(copies, swap_out, swap_in, fresh) of the plan that was made, and those of the next one begin."""
-        moves = tuple(self._copies), tuple(self._swap_out), tuple(self._swap_in), tuple(self._fresh or ())
-        self._copies, self._swap_out, self._swap_in = [], [], []
-        if self._fresh:
-            self._fresh.clear()
-        self.places.release(self._lent)
-        self._lent = []
-        return moves
+        moves, fresh = self._moves, self._moves.fresh
+        self._moves = Moves(fresh=None if fresh is None else [])
+        self.places.release(moves.lent)
+        return tuple(moves.copies), tuple(moves.swap_out), tuple(moves.swap_in), tuple(fresh or ())
 
     def check(self, sequences: list[Sequence]) -> None:
         """Recounts who holds what; raises AssertionError where it does not add up."""
         self.pool.check(s.held for s in sequences)
-        self.places.check([*([p for p in places if p] for s in sequences for places in s.places), self._lent])
+        self.places.check([*([p for p in places if p] for s in sequences for places in s.places), self._moves.lent])
         for cache in (self.cache, self.tier):
             if cache is not None:
                 cache.check()

@@ -11,6 +11,7 @@ from collections.abc import Collection, Container, Hashable, Mapping
 from dataclasses import dataclass
 
 from pagedjax.errors import check
+from pagedjax.host.pools import Held
 
 Flow = tuple[str, str]  # pool, tenant: work of the two pools is counted apart
 FORGET_AT = 1024  # counters and token buckets that are kept before those that say nothing are dropped
@@ -124,6 +125,14 @@ class Tenants:
             self._charge(account.flow, (end - account.done) * self.costs.input, 0, now)
             account.done = end
 
+    def found(self, key: Hashable, end: int, now: float) -> None:
+        """The prompt is there up to position `end`, as others have computed it meanwhile: as if it had been cached."""
+        account = self._accounts.get(key)
+        end = min(end, account.prompt) if account is not None else 0
+        if account is not None and end > account.done:
+            self._charge(account.flow, (end - account.done) * self.costs.cached, account.done - end, now)
+            account.done = end
+
     def generated(self, key: Hashable, tokens: int, now: float) -> None:
         """The sequence got so many new tokens. Nothing is charged to one that was never admitted here: it started before anybody
         named a tenant."""
@@ -137,17 +146,21 @@ class Tenants:
         if account is not None:
             self._charge(account.flow, 0.0, account.done - account.prompt, now)
 
-    def may_start(self, tenant: str, now: float, rows: int, blocks: int, need: int = 0) -> str | None:
-        """Why the tenant, which runs so many rows on so many blocks, may not start a sequence that needs `need` more; None if it
-        may."""
-        limits = self.limits(tenant)
-        if limits.max_rows is not None and rows >= limits.max_rows:
-            return f"tenant {tenant!r} runs {rows} rows; it may run {limits.max_rows}"
-        if limits.max_blocks is not None and blocks + need > limits.max_blocks:
-            return f"tenant {tenant!r} holds {blocks} blocks and needs {need} more; it may hold {limits.max_blocks}"
+    def may_start(self, tenant: str, now: float, held: Held, need: Held) -> str | None:
+        """Why the tenant, whose running sequences hold so much, may not start one that needs `need` more; None if it may."""
         seconds = self.seconds_over(tenant, now)
         if seconds > 0:
-            return f"tenant {tenant!r} has used its {limits.tokens_per_minute} tokens per minute; it may start in {seconds:.1f} s"
+            rate = self.limits(tenant).tokens_per_minute
+            return f"tenant {tenant!r} has used its {rate} tokens per minute; it may start in {seconds:.1f} s"
+        return self.capped(tenant, held, need)
+
+    def capped(self, tenant: str, held: Held, need: Held) -> str | None:
+        """Why its caps do not let it."""
+        limits = self.limits(tenant)
+        if limits.max_rows is not None and held.rows + need.rows > limits.max_rows:
+            return f"tenant {tenant!r} may run {limits.max_rows} rows; it runs {held.rows} and needs {need.rows} more"
+        if limits.max_blocks is not None and held.blocks + need.blocks > limits.max_blocks:
+            return f"tenant {tenant!r} may hold {limits.max_blocks} blocks; it has {held.blocks} and needs {need.blocks} more"
         return None
 
     def seconds_over(self, tenant: str, now: float) -> float:

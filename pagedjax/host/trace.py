@@ -12,7 +12,7 @@ class Decision:
 
     time: float
     index: int
-    what: str  # queued, waits, admitted, chunk, preempted, resumed, forked, finished
+    what: str  # queued, waits, admitted, chunk, found, preempted, resumed, dropped, finished
     why: dict[str, Any]
 
 
@@ -28,9 +28,11 @@ class Trace:
         self._decisions.setdefault(request_id, []).append(Decision(time, index, what, why))
 
     def waits(self, request_id: str, index: int, time: float, reason: str) -> None:
-        """Noted when the reason is another than before."""
+        """Noted when the reason is another than before. What follows its semicolon is how things stood when it was noted: that
+        changes with every step."""
         before = self._decisions.get(request_id)
-        if not before or before[-1].what != "waits" or before[-1].why["because"] != reason:
+        cause = reason.partition(";")[0]
+        if not before or before[-1].what != "waits" or before[-1].why["because"].partition(";")[0] != cause:
             self.note(request_id, index, time, "waits", because=reason)
 
     def begin(self, request_id: str) -> None:

@@ -86,15 +86,15 @@ class WaitingQueue[S: QueuedSequence]:
         shares: PoolShares | None = None,
         cached: Callable[[S], int] = lambda sequence: 0,
         seconds: Callable[[int, int], float | None] = lambda prompt, output: None,
-        blocks: Callable[[S], int] = lambda sequence: 0,
+        needs: Callable[[S], Held] = lambda sequence: Held(1, 0),
     ):
-        """cached: tokens that the prefix cache holds of a sequence; seconds: see policy.view; blocks: that a sequence needs to
-        start, for its tenant's cap."""
+        """cached: tokens that the prefix cache holds of a sequence; seconds: see policy.view; needs: what a sequence holds once it
+        has started, for its tenant's caps."""
         check(policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}; got {policy!r}")
         self.policy, self.options, self.shares = policy, options or PolicyOptions(), shares or PoolShares()
         self.tenants = Tenants() if tenants is None else tenants
         self.held_back: dict[str, dict[str, str]] = {pool: {} for pool in POOLS}  # whom the last head() passed over, and why
-        self._cached, self._seconds, self._blocks = cached, seconds, blocks
+        self._cached, self._seconds, self._needs = cached, seconds, needs
         self._flows: dict[str, dict[str, _Flow[S]]] = {pool: {} for pool in POOLS}  # none is empty
         self._refreshed: dict[str, float] = dict.fromkeys(POOLS, float("-inf"))
 
@@ -156,7 +156,7 @@ class WaitingQueue[S: QueuedSequence]:
         while True:
             tenant = min(left, key=lambda t: (self.tenants.counter(pool, t), left[t].head().rank))
             sequence = left[tenant].head().sequence
-            reason = self.tenants.may_start(tenant, now, *held.get(tenant, Held()), self._blocks(sequence))
+            reason = self.tenants.may_start(tenant, now, held.get(tenant, Held()), self._needs(sequence))
             if reason is None:
                 for other in passed:
                     self.tenants.lift(pool, other, self.tenants.counter(pool, tenant))
@@ -168,11 +168,12 @@ class WaitingQueue[S: QueuedSequence]:
             del left[tenant]
 
     def peek(self, pool: str) -> S | None:
-        """Who would be next but for ceilings and caps."""
-        flows = self._flows[pool]
-        if not flows:
+        """Who is next but for those whom their ceilings and caps held back when that was last looked at."""
+        flows, passed = self._flows[pool], self.held_back[pool]
+        left = flows.keys() - passed.keys() if passed else flows.keys()
+        if not left:
             return None
-        return flows[min(flows, key=lambda t: (self.tenants.counter(pool, t), flows[t].head().rank))].head().sequence
+        return flows[min(left, key=lambda t: (self.tenants.counter(pool, t), flows[t].head().rank))].head().sequence
 
     def passed_over(self, pool: str) -> Iterator[tuple[S, str]]:
         """The first sequence of each tenant that the last head() passed over, and why."""

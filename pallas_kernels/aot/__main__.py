@@ -1,11 +1,12 @@
 """Compiles the kernels of every op to machine code for chips that are not here, and prints what the compilers say of them:
 
     python -m pallas_kernels.aot                                # every backend, its cases, all tuned entries, seven chips
-    python -m pallas_kernels.aot --short                        # two cases of each op and all tuned entries
+    python -m pallas_kernels.aot --short                        # one to three cases of each op and all tuned entries
     python -m pallas_kernels.aot --op paged_decode --chip sm_90a --json report.json
 
 The exit code is 1 if something failed that its backend says it takes: a refusal by the compiler, spilled registers at a head width
-of 128, a kv_write that copies. Needs the extras `aot-tpu` and `aot-gpu`.
+of 128 or in a product, a kv_write that copies its pool, a product that copies its weights. Needs the extras `aot-tpu` and
+`aot-gpu`.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import OPS
-from pallas_kernels.aot.cases import config_of_entry, load_of_entry, loads_of
+from pallas_kernels.aot.cases import config_of_entry, load_of_entry, loads_of, most_temporary
 from pallas_kernels.aot.compile import CompileError, compile_for
 from pallas_kernels.aot.targets import missing
 from pallas_kernels.aot.worker import Report
@@ -31,6 +32,7 @@ from pallas_kernels.common.dispatch import Backend, Op
 from pallas_kernels.common.targets import CHIPS, Chip, chip
 from pallas_kernels.common.tuning import ROOT, load, trying
 from pallas_kernels.workload import Load
+from pallas_kernels.workload_matmul import Grouped, Quantized
 
 COLUMNS = (
     ("op", 15),
@@ -118,9 +120,10 @@ def build(case: Case) -> Row:
 
 def fault(case: Case, report: Report) -> str | None:
     """What a compiled program must not do, or None."""
-    width = getattr(case.load, "width", None)
-    if width == 128 and report.spill_bytes:
+    if report.spill_bytes and getattr(case.load, "width", 128) == 128:
         return f"spills {report.spill_bytes} bytes of registers"
+    if isinstance(case.load, Quantized | Grouped) and report.temp_bytes > most_temporary(case.load):
+        return f"has temporaries of {report.temp_bytes} bytes, more than the {most_temporary(case.load)} of activations and sums"
     if case.op.name == "kv_write":
         pool = sum(
             math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for i, x in enumerate(case.load.shapes()) if i in case.load.donate

@@ -222,16 +222,19 @@ def consume(
         top, total, acc = carry
         slot = lax.rem(i - first, jnp.int32(walk.stages))
         bounds = (begin, end) if masked else None
-        k, k_scale = keys(walk, memory, slot)
-        s = product(q, k.transpose((1, 0)), (ROWS, walk.tile)) * factor
-        if not walk.narrow:
+        s = product(q, keys(walk, memory, slot).transpose((1, 0)), (ROWS, walk.tile)) * factor
+        if walk.token_scales:
+            s *= scales_of(memory["k_scale"], slot, (ROWS, walk.tile))
+        if walk.token_scales or not walk.narrow:
             plgpu.barrier_arrive(memory["k_free"].at[slot])
-        s = logits(walk, softmax, s if k_scale is None else s * k_scale, last, masked, i)
+        s = logits(walk, softmax, s, last, masked, i)
         new_top = jnp.maximum(top, jnp.max(s, axis=1))
         p, keep = jnp.exp2(s - over_columns(new_top, s.shape)), jnp.exp2(top - new_top)
         total = total * keep + jnp.sum(p, axis=1)
-        v, v_scale = values(walk, memory, slot, bounds, i, wg)
-        p_tile[...] = (p if v_scale is None else p * v_scale).astype(walk.compute)
+        plgpu.barrier_wait(memory["v_full"].at[slot])
+        # Before the values, so that p needs no registers while they are converted.
+        p_tile[...] = weights(walk, memory, slot, bounds, i, p).astype(walk.compute)
+        v = values(walk, memory, slot, bounds, i, wg)
         plgpu.commit_smem()
         acc = [
             plus_product(walk, a * over_columns(keep, a.shape), p_tile, v.at[:, pl.ds(start, size)])
@@ -304,52 +307,59 @@ def widen(walk: Walk, source: Any, target: Any, keep: Callable[[jax.Array], jax.
     """target [tile, D'] = source [tile, D'] in the dtype of the dots, 0 where keep(place in the tile) says no."""
     for start, size in columns(walk.width, HALF if walk.narrow else WIDE):
         at = slice(None), pl.ds(start, size)
-        x = plgpu.load(source.at[at], layout=MATRIX)
+        layout = plgpu.Layout.WGMMA_UPCAST_2X if walk.narrow else MATRIX  # 32 bits at once
+        x = plgpu.load(source.at[at], layout=layout)
         x = x.astype(jnp.float32)
         if keep is not None:
-            x = jnp.where(keep(plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=MATRIX)), x, 0.0)
+            x = jnp.where(keep(plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)), x, 0.0)
         target[at] = x.astype(walk.compute)
     plgpu.commit_smem()
 
 
-def scales_of(walk: Walk, ring: Any, slot: jax.Array) -> jax.Array | None:
-    """f32[64, tile]: the scale of each token of a tile, if there are such."""
-    if not walk.token_scales:
-        return None
-    return lax.broadcast_in_dim(plgpu.load(ring.at[slot], layout=BY_COLUMN), (ROWS, walk.tile), [1])
+def scales_of(ring: Any, slot: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """f32[64, tile]: the scale of each token of a tile."""
+    return lax.broadcast_in_dim(plgpu.load(ring.at[slot], layout=BY_COLUMN), shape, [1])
 
 
-def keys(walk: Walk, memory: dict[str, Any], slot: jax.Array) -> tuple[Any, jax.Array | None]:
-    """(the matrix [tile, D'] of a tile's keys, once it is there, its scales)."""
+def keys(walk: Walk, memory: dict[str, Any], slot: jax.Array) -> Any:
+    """The matrix [tile, D'] of a tile's keys, once it is there."""
     plgpu.barrier_wait(memory["k_full"].at[slot])
     if not walk.narrow:
-        return memory["k_ring"].at[slot], None
-    scale = scales_of(walk, memory.get("k_scale"), slot)
+        return memory["k_ring"].at[slot]
     widen(walk, memory["k_ring"].at[slot], memory["k_wide"], None)
-    plgpu.barrier_arrive(memory["k_free"].at[slot])
-    return memory["k_wide"], scale
+    if not walk.token_scales:
+        plgpu.barrier_arrive(memory["k_free"].at[slot])
+    return memory["k_wide"]
 
 
-def values(
-    walk: Walk,
-    memory: dict[str, Any],
-    slot: jax.Array,
-    bounds: tuple[jax.Array, jax.Array] | None,
-    i: jax.Array,
-    wg: jax.Array,
-) -> tuple[Any, jax.Array | None]:
-    """(the matrix [tile, D'] of a tile's values, once it is there, its scales), with 0 outside the context: what lies there may be
-    NaN, and 0 * NaN is NaN. bounds: begin and end of the context; None: all of the tile is within."""
-    plgpu.barrier_wait(memory["v_full"].at[slot])
+Bounds = tuple[jax.Array, jax.Array] | None
+"""Begin and end of the context; None: all of the tile is within."""
+
+
+def within(bounds: Bounds, place: jax.Array) -> Callable[[jax.Array], jax.Array] | None:
+    """Which places of the tile that begins at `place` are in the context."""
+    return None if bounds is None else lambda at: (at >= bounds[0] - place) & (at < bounds[1] - place)
+
+
+def weights(walk: Walk, memory: dict[str, Any], slot: jax.Array, bounds: Bounds, i: jax.Array, p: jax.Array) -> jax.Array:
+    """p [64, tile] with the scales of the values that it is multiplied with; those outside the context may be NaN."""
+    if not walk.token_scales:
+        return p
+    scale, keep = scales_of(memory["v_scale"], slot, (ROWS, walk.tile)), within(bounds, i * walk.tile)
+    if keep is not None:
+        scale = jnp.where(keep(plgpu.broadcasted_iota(jnp.int32, scale.shape, 1, layout=MATRIX)), scale, 0.0)
+    return p * scale
+
+
+def values(walk: Walk, memory: dict[str, Any], slot: jax.Array, bounds: Bounds, i: jax.Array, wg: jax.Array) -> Any:
+    """The matrix [tile, D'] of a tile's values, which are there, with 0 outside the context: what lies there may be NaN, and
+    0 * NaN is NaN."""
     v, place = memory["v_ring"].at[slot], i * walk.tile
-    keep = None if bounds is None else lambda at: (at >= bounds[0] - place) & (at < bounds[1] - place)
+    keep = within(bounds, place)
     if walk.narrow:
-        scale = scales_of(walk, memory.get("v_scale"), slot)
-        if scale is not None and keep is not None:
-            scale = jnp.where(keep(plgpu.broadcasted_iota(jnp.int32, scale.shape, 1, layout=MATRIX)), scale, 0.0)
         widen(walk, v, memory["v_wide"], keep)
         plgpu.barrier_arrive(memory["v_free"].at[slot])
-        return memory["v_wide"], scale
+        return memory["v_wide"]
 
     if bounds is not None:
 
@@ -362,4 +372,4 @@ def values(
             plgpu.barrier_arrive(memory["v_clean"])
             plgpu.barrier_wait(memory["v_clean"])
 
-    return v, None
+    return v

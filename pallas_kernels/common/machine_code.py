@@ -12,7 +12,7 @@ class Recipe:
     module: str
     count: str
     make: str
-    args: tuple[int | bool, ...]
+    args: tuple[int | bool | str, ...]
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ from pallas_kernels.common.splits import LOG2E
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tuning import attention_key, tuned
 
-PIECE = 64  # columns
-
 
 @dataclass(frozen=True)
 class Walk:
@@ -70,16 +68,21 @@ class Softmax:
     soft_cap: float | None
 
 
+def piece(width: int) -> int:
+    """Columns that are multiplied at once. The sums of wide heads leave few registers for operands."""
+    return 64 if width <= 128 else 32
+
+
 def columns(width: int) -> tuple[Any, ...]:
     """Slices of a width that are multiplied one after the other, so that few operands are in registers."""
-    return tuple(pl.ds(start, min(PIECE, width - start)) for start in range(0, width, PIECE))
+    return tuple(pl.ds(start, min(piece(width), width - start)) for start in range(0, width, piece(width)))
 
 
 def swizzle_of(width: int, unit: int, tma: bool) -> int | None:
-    """Bytes of the longest swizzle of a matrix of 16 bits that `unit` rows can be copied to. cp.async deals out its pieces, 8 rows
-    of a swizzle each, to four warps alike: None where it cannot."""
-    found = (n for n in (128, 64, 32) if 2 * width % n == 0 and (tma or (unit // 8 * 2 * width // n) % 4 == 0))
-    return next(found, None)
+    """Bytes of the longest swizzle of a matrix of 16 bits that `unit` rows can be copied to, and that a piece has whole ones of.
+    cp.async deals out its pieces, 8 rows of a swizzle each, to four warps alike: None where it cannot."""
+    sizes = [n for n in (128, 64, 32) if n <= 2 * piece(width) and 2 * width % n == 0]
+    return next((n for n in sizes if tma or (unit // 8 * 2 * width // n) % 4 == 0), None)
 
 
 def transforms(swizzle: int) -> tuple[Any, ...]:
@@ -121,8 +124,9 @@ def rows_for(wanted: int, width: int) -> int:
 
 
 def heuristic(rows: int, width: int, chip: Chip) -> Config:
-    """The deepest ring of the largest tiles of which two programs have room on a core."""
-    choices = [Config(tile, stages) for tile in (64, 32) for stages in (3, 2)]
+    """The deepest ring of the largest tiles of which two programs have room on a core, and scores and sums in the registers."""
+    tiles = (32,) if rows == 64 and width > 128 else (64, 32)
+    choices = [Config(tile, stages) for tile in tiles for stages in (3, 2)]
     return next((c for c in choices if shared_bytes(rows, width, c) <= chip.fast_memory // 2), choices[-1])
 
 
@@ -237,7 +241,8 @@ def attend_tiles(
     first, after = span
     ahead = walk.stages - 1
     parts = columns(walk.width)
-    q = [plgpu.load(q_ref.at[:, part], layout=walk.left, optimized=False) for part in parts]
+    q_of = lambda part: plgpu.load(q_ref.at[:, part], layout=walk.left, optimized=False)
+    q = None if walk.width > 128 else [q_of(part) for part in parts]  # or else loaded again for each tile: registers
     ring = lambda i: lax.rem(i - first, jnp.int32(walk.stages))  # the place of a tile in it
     get = lambda i: fetch(walk, kv_ref, table_ref, place, row, begin, end, i, ring(i), memory)
     for j in range(ahead):
@@ -256,7 +261,8 @@ def attend_tiles(
             pl.when(more)(lambda: plgpu.wait_gmem_to_smem(2 * walk.copies * ahead))
             pl.when(jnp.logical_not(more))(lambda: plgpu.wait_gmem_to_smem(0))
         s = zeros(walk, walk.tile)
-        for mine, part in zip(q, parts, strict=True):
+        for number, part in enumerate(parts):
+            mine = q_of(part) if q is None else q[number]
             s = product(walk, s, mine, plgpu.load(memory["k_ring"].at[slot, :, part].T, layout=walk.right))
         s = logits(walk, softmax, s, last, i)
         new_top = jnp.maximum(top, jnp.max(s, axis=1))

@@ -312,7 +312,10 @@ def refusal(spec: AttentionSpec, chip: Chip, *, jobs: int, config: Config, group
     if pool.block_size % sublanes(spec.dtype):
         return f"needs blocks of a multiple of {sublanes(spec.dtype)} tokens of {spec.dtype}; got block_size {pool.block_size}"
     if spec.scales == "token" and pool.block_size % LANES:
-        return f"needs blocks of a multiple of {LANES} tokens for scales per token; got block_size {pool.block_size}"
+        return (
+            f"needs blocks of a multiple of {LANES} tokens for scales per token; got block_size {pool.block_size}:"
+            f" take {round_up(pool.block_size, LANES)}, or scales per tensor"
+        )
     needed = scalar_bytes(spec.rows, spec.blocks, jobs)
     if needed > limit:
         return (

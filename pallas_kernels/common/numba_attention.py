@@ -35,6 +35,45 @@ def exp(x):
     return y * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
+@numba.njit
+def as_it_is(x):
+    return np.float32(x)
+
+
+@numba.njit
+def of_bfloat16(bits):
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@numba.njit
+def of_float16(bits):
+    """By moving the exponent: XLA's threads take subnormal numbers for 0."""
+    size = np.uint32(bits) & np.uint32(0x7FFF)
+    more = np.uint32(224 << 23) if size >= np.uint32(0x7C00) else np.uint32(112 << 23)  # infinities and NaN, or numbers
+    x = np.uint32(np.uint32(size << np.uint32(13)) + more).view(np.float32)
+    x = np.float32(np.int32(size)) * np.float32(2.0**-24) if size < np.uint32(1 << 10) else x
+    return -x if np.uint32(bits) >= np.uint32(0x8000) else x
+
+
+@numba.njit
+def of_float8_e4m3fn(bits):
+    size = np.uint32(bits) & np.uint32(0x7F)
+    x = np.uint32(np.uint32(size << np.uint32(20)) + np.uint32(120 << 23)).view(np.float32)
+    x = np.float32(np.int32(size)) * np.float32(2.0**-9) if size < np.uint32(1 << 3) else x
+    x = np.float32(np.nan) if size == np.uint32(0x7F) else x
+    return -x if np.uint32(bits) >= np.uint32(0x80) else x
+
+
+# By dtype of the pool: what its numbers are read as, and what makes f32 of them.
+DTYPES = {
+    "float32": (np.float32, as_it_is),
+    "bfloat16": (np.uint16, of_bfloat16),
+    "float16": (np.uint16, of_float16),
+    "int8": (np.int8, as_it_is),
+    "float8_e4m3fn": (np.uint8, of_float8_e4m3fn),
+}
+
+
 @numba.njit(fastmath=MATH | {"nnan"})
 def largest(values, first, last, top):
     for p in range(first, last):
@@ -70,9 +109,11 @@ def item_count(frame):
     return items * argument(frame, 1)[1][3] + 1  # the last one is what belongs to no row
 
 
-def make_kernel(width: int, stored: int, block_size: int, wide: bool):
-    """For heads of `width` in a pool of bf16 (or `wide`: f32) whose heads have a width of `stored`."""
-    dtype, token_bytes = (np.float32, 4 * stored) if wide else (np.uint16, 2 * stored)
+def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: bool):
+    """For heads of `width` in a pool of DTYPES whose heads have a width of `stored`. by_token: scales are of tokens and heads, not
+    f32[2]."""
+    raw, number = DTYPES[dtype]
+    token_bytes = np.dtype(raw).itemsize * stored
     zero, one, lowest = np.float32(0), np.float32(1), np.float32(-1e29)
 
     # Loops begin at 0: Numba lets indices count from the end, which costs a test where it does not see that they are not negative.
@@ -84,10 +125,7 @@ def make_kernel(width: int, stored: int, block_size: int, wide: bool):
         for j in range(CHUNK):
             if j < tokens.shape[0]:
                 for d in range(width):
-                    if wide:
-                        part[j, d] = tokens[j, d]
-                    else:
-                        part[j, d] = np.uint32(np.uint32(tokens[j, d]) << np.uint32(16)).view(np.float32)
+                    part[j, d] = number(tokens[j, d])
             else:
                 for d in range(width):
                     part[j, d] = zero
@@ -132,7 +170,12 @@ def make_kernel(width: int, stored: int, block_size: int, wide: bool):
         return total
 
     @numba.njit(fastmath=MATH)
-    def attend(kv, pool, base, k, table, begin, end, places, window, soft_cap, queries, scores, top, total, sums, part):
+    def rescale(values, factors):
+        for p in range(factors.shape[0]):
+            values[p] *= factors[p]
+
+    @numba.njit(fastmath=MATH)
+    def attend(kv, scales, pool, base, k, table, begin, end, places, window, soft_cap, queries, scores, top, total, sums, part):
         """Queries to the tokens `begin` to `end` of a table's row; each sees those up to its place."""
         kv_heads = kv.shape[2]
         for b in range(begin // block_size, (end + block_size - 1) // block_size):
@@ -148,12 +191,16 @@ def make_kernel(width: int, stored: int, block_size: int, wide: bool):
                 place = places[r] - b * block_size - low
                 first = max(0, place + 1 - window) if window > 0 else 0
                 last = min(high - low, place + 1)
+                if by_token:
+                    rescale(scores[r], scales[block, 0, k, low:high])
                 if soft_cap > zero:
                     cap(scores[r], chunks * CHUNK, soft_cap)
                 new = largest(scores[r], first, last, top[r])
                 keep = exp(top[r] - new)
                 top[r] = new
                 total[r] = total[r] * keep + weigh(scores[r], first, last, chunks * CHUNK, new)
+                if by_token:
+                    rescale(scores[r], scales[block, 1, k, low:high])
                 for d in range(width):
                     sums[r, d] *= keep
             ahead = pool + (2 * following * kv_heads + k) * block_size * token_bytes
@@ -168,7 +215,11 @@ def make_kernel(width: int, stored: int, block_size: int, wide: bool):
         q = array(address, (tokens, heads, width), np.float32)
         pool, dims = argument(frame, 1)
         blocks, kv_heads = dims[1], dims[3]
-        kv = array(pool, (dims[0] * blocks, 2, kv_heads, block_size, stored), dtype)
+        kv = array(pool, (dims[0] * blocks, 2, kv_heads, block_size, stored), raw)
+        address = argument(frame, 8)[0]
+        factors = array(address, (2,), np.float32)
+        scales = array(address, (dims[0] * blocks, 2, kv_heads, block_size), np.float32)
+        k_factor, v_factor = (one, one) if by_token else (factors[0], factors[1])
         ints = array(argument(frame, 2)[0], (2,), np.int32)
         floats = array(argument(frame, 3)[0], (2,), np.float32)
         address, dims = argument(frame, 4)
@@ -181,7 +232,7 @@ def make_kernel(width: int, stored: int, block_size: int, wide: bool):
         lse = array(result(frame, 1)[0], (tokens, heads), np.float32)
 
         base, window = np.int64(ints[0]) * blocks, np.int64(ints[1])
-        scale, soft_cap = floats[0], floats[1]
+        scale, soft_cap = floats[0] * k_factor, floats[1]
         group = heads // kv_heads
         queries, sums = np.empty((TILE, width), np.float32), np.empty((TILE, width), np.float32)
         scores = np.empty((TILE, block_size + CHUNK), np.float32)
@@ -237,7 +288,7 @@ def make_kernel(width: int, stored: int, block_size: int, wide: bool):
                 first, last = (0, n) if i < 0 or size == 1 else (s * group, (s + 1) * group)
                 since, until = (begin, shared * block_size) if i < 0 else (max(begin, shared * block_size), places[last - 1] + 1)
                 attend(
-                    kv, pool, base, k, tables[row + s], since, until, places[first:last], window, soft_cap,
+                    kv, scales, pool, base, k, tables[row + s], since, until, places[first:last], window, soft_cap,
                     queries[first:last], scores[first:last], top[first:last], total[first:last], sums[first:last], part,
                 )  # fmt: skip
 
@@ -253,6 +304,6 @@ def make_kernel(width: int, stored: int, block_size: int, wide: bool):
                 whole = total[r] * keep + exp(sinks[h] - new)
                 lse[t, h] = new + np.log(whole)
                 for d in range(width):
-                    out[t, h, d] = sums[r, d] * keep / whole
+                    out[t, h, d] = sums[r, d] * (keep * v_factor / whole)
 
     return kernel

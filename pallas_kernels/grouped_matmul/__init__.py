@@ -1,15 +1,14 @@
 """grouped_matmul: rows sorted by expert, each times its expert's weights."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_ints
+from pallas_kernels.common.tuning import tuned
 from pallas_kernels.grouped_matmul import xla
 from pallas_kernels.grouped_matmul.reference import reference
-from pallas_kernels.grouped_matmul.spec import TYPICAL_GROUPED, GroupedSpec
+from pallas_kernels.grouped_matmul.spec import TYPICAL_GROUPED, GroupedSpec, grouped_key
 
 __all__ = ["OP", "grouped_matmul", "reference"]
 
@@ -18,7 +17,13 @@ OP = Op(
     (
         kernel(__name__, "mosaic_tpu", ("tpu",), "visits tiles of rows expert by expert, whose weights stay in VMEM"),
         kernel(__name__, "mosaic_gpu", ("cuda",), "visits tiles of rows of one expert, with TMA and wgmma"),
-        Backend("xla", (), "a loop over experts, blocks of weights and tiles of rows; few rows with every expert at once"),
+        kernel(__name__, "triton", ("cuda",), "a stop-gap where Mosaic's kernel does not take the call: the same visits"),
+        Backend(
+            "xla",
+            (),
+            "a loop over experts, blocks of weights and tiles of rows; few rows with every expert at once",
+            candidates=xla.candidates,
+        ),
     ),
     TYPICAL_GROUPED,
 )
@@ -55,5 +60,9 @@ def grouped_matmul(
     def call(entry, lhs, rhs, group_sizes, chip):
         return entry(lhs, rhs, group_sizes, chip=chip, out_dtype=spec.out_dtype)
 
-    functions = OP.entries("matmul", call) | {"xla": functools.partial(call, xla.matmul)}
+    def in_xla(lhs, rhs, group_sizes, chip):
+        config = tuned(OP.name, "xla", chip, grouped_key(spec), xla.default_config(spec))
+        return xla.matmul(lhs, rhs, group_sizes, chip=chip, out_dtype=spec.out_dtype, config=config)
+
+    functions = OP.entries("matmul", call) | {"xla": in_xla}
     return run(OP, functions, spec, (lhs, rhs, group_sizes), backend=backend, platform=platform)

@@ -3,7 +3,7 @@ warpgroup fetches both with TMA; two others multiply, and write just the expert'
 boxes have sizes that are known before."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.layout import pad_axis
 from pallas_kernels.common.targets import KIB, Chip
-from pallas_kernels.grouped_matmul.spec import GroupedSpec
+from pallas_kernels.common.tuning import tuned
+from pallas_kernels.grouped_matmul.spec import GroupedSpec, grouped_key
+from pallas_kernels.grouped_matmul.visits import find_visits
 
 ROWS = 64  # of a warpgroup: what the matrix unit takes
 ALIGNED = 8  # a tile begins at a multiple of so many rows: one swizzled tile of shared memory
@@ -34,33 +36,6 @@ class Config:
         return self.outputs * self.rows // (ROWS * WARPGROUPS)
 
 
-class Visits(NamedTuple):
-    """Rows begin[v] to end[v] - 1, which are inside of the tile that begins at 8 * start[v], belong to expert[v], or (E) to nobody,
-    and are to be 0. All i32, with visits of no rows at the end."""
-
-    expert: jax.Array
-    start: jax.Array
-    begin: jax.Array
-    end: jax.Array
-
-
-def find_visits(group_sizes: jax.Array, tokens: int, rows: int) -> Visits:
-    """Tiles of so many rows in which each row is some visit's. tokens must be a multiple of 8, and at least a tile."""
-    experts = group_sizes.shape[0]
-    ends = jnp.append(jnp.cumsum(group_sizes), tokens).astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    first = lax.div(starts, jnp.int32(ALIGNED)) * ALIGNED
-    tiles = jnp.where(starts < ends, lax.div(ends - first + (rows - 1), jnp.int32(rows)), 0)
-    after = jnp.cumsum(tiles)
-    groups = min(experts + 1, tokens)  # that have rows, at most
-    visit = jnp.arange((tokens + (ALIGNED - 1) * groups) // rows + groups, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.sum(after <= visit[:, None], axis=1, dtype=jnp.int32), experts)
-    start = first[expert] + (visit - (after - tiles)[expert]) * rows
-    begin, end = jnp.maximum(start, starts[expert]), jnp.minimum(start + rows, ends[expert])
-    start = jnp.minimum(start, tokens - rows)  # a tile is fetched whole
-    return Visits(expert, lax.div(start, jnp.int32(ALIGNED)), begin, end)
-
-
 def shared_bytes(spec: GroupedSpec, config: Config) -> int:
     out = config.rows * config.outputs * jnp.dtype(spec.out_dtype).itemsize
     return config.stages * 2 * INPUTS * (config.rows + config.outputs) + out + 2 * KIB
@@ -71,7 +46,29 @@ def choose_config(spec: GroupedSpec, chip: Chip) -> Config:
     rows = 2 * ROWS if spec.tokens >= 2 * ROWS * spec.experts else ROWS
     widths = [w for w in (256, 128, 64) if spec.outputs % w == 0 and w * rows <= 256 * ROWS] or [64]
     options = (Config(rows, w, stages) for w in widths for stages in range(MAX_STAGES, 2, -1))
-    return next((c for c in options if shared_bytes(spec, c) <= chip.fast_memory), Config(rows, widths[-1], 2))
+    return next((c for c in options if fits(spec, c, chip)), Config(rows, widths[-1], 2))
+
+
+def fits(spec: GroupedSpec, config: Config, chip: Chip) -> bool:
+    """Whether it divides the outputs, two warpgroups have registers for it, and what it needs of shared memory is there."""
+    sizes = config.rows in (ROWS, 2 * ROWS) and config.outputs in (64, 128, 256) and config.outputs * config.rows <= 256 * ROWS
+    return sizes and spec.outputs % config.outputs == 0 and shared_bytes(spec, config) <= chip.fast_memory
+
+
+def candidates(spec: GroupedSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    if chip is None or supports(spec, chip) is not None:
+        return []
+    default = choose_config(spec, chip)
+    others = [Config(rows, outputs, stages) for rows in (64, 128) for outputs in (64, 128, 256) for stages in (2, 3, 4, 6)]
+    return [default, *(c for c in others if c != default and fits(spec, c, chip))]
+
+
+def config_of(spec: GroupedSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if this one has room for it, or else `choose_config`."""
+    default = choose_config(spec, chip)
+    config = tuned("grouped_matmul", "mosaic_gpu", chip, grouped_key(spec), default)
+    return config if fits(spec, config, chip) else default
 
 
 def supports(spec: GroupedSpec, chip: Chip | None) -> str | None:
@@ -96,11 +93,11 @@ def matmul(
 ) -> jax.Array:
     """out_dtype[T, out]; as in the op."""
     (wanted, inputs), (experts, outputs, _) = lhs.shape, rhs.shape
-    config = config or choose_config(GroupedSpec(wanted, inputs, outputs, experts, str(lhs.dtype), out_dtype), chip)
+    config = config or config_of(GroupedSpec(wanted, inputs, outputs, experts, str(lhs.dtype), out_dtype), chip)
     rows, width, steps = config.rows, config.width, inputs // INPUTS
     lhs = pad_axis(lhs, 0, max(-(-wanted // ALIGNED) * ALIGNED, rows))
     tokens = lhs.shape[0]
-    visits = find_visits(group_sizes, tokens, rows)
+    visits = find_visits(group_sizes, tokens, rows, ALIGNED)
     sums = plgpu.ACC((ROWS, width), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
     def body(expert_ref, start_ref, begin_ref, end_ref, lhs_ref, rhs_ref, o_ref, x_smem, w_smem, o_smem, full, empty):

@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.targets import KIB, MIB, Chip
-from pallas_kernels.grouped_matmul.spec import GroupedSpec
+from pallas_kernels.common.tuning import tuned
+from pallas_kernels.grouped_matmul.spec import GroupedSpec, grouped_key
 
-LANES = 128
+LANES, SUBLANES = 128, 16  # of a tile of bfloat16
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,34 @@ def choose_config(spec: GroupedSpec, chip: Chip) -> Config:
     again."""
     rows = min(256, max(64, pl.next_power_of_2(-(-spec.tokens // spec.experts))))
     options = (Config(r, outputs) for r in (rows, 64) for outputs in (1024, 512, 256, 128))
-    return next((config for config in options if vmem_bytes(spec, config) <= chip.fast_memory // 2), Config(64, LANES))
+    return next((config for config in options if fits(spec, config, chip)), Config(64, LANES))
+
+
+def fits(spec: GroupedSpec, config: Config, chip: Chip) -> bool:
+    return vmem_bytes(spec, config) <= chip.fast_memory // 2 and table_bytes(spec, config) <= chip.scalar_memory // 2
+
+
+def table_bytes(spec: GroupedSpec, config: Config) -> int:
+    """SMEM that the visits take."""
+    return 4 * 4 * (-(-spec.tokens // config.rows) + spec.experts)
+
+
+def candidates(spec: GroupedSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    if chip is None:
+        return []
+    default = choose_config(spec, chip)
+    others = [Config(rows, outputs) for rows in (32, 64, 128, 256, 512) for outputs in (128, 256, 512, 1024, 2048)]
+    some = (c for c in others if c.rows < 2 * max(32, spec.tokens) and c.outputs < 2 * spec.outputs)
+    return [default, *(c for c in some if c != default and fits(spec, c, chip))]
+
+
+def config_of(spec: GroupedSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if this one fits into it."""
+    default = choose_config(spec, chip)
+    config = tuned("grouped_matmul", "mosaic_tpu", chip, grouped_key(spec), default)
+    whole = config.rows % SUBLANES == 0 and config.outputs % LANES == 0
+    return config if whole and fits(spec, config, chip) else default
 
 
 def supports(spec: GroupedSpec, chip: Chip | None) -> str | None:
@@ -75,7 +103,7 @@ def supports(spec: GroupedSpec, chip: Chip | None) -> str | None:
     needed = vmem_bytes(spec, config)
     if needed > half:
         return f"needs {needed / MIB:.0f} MiB of VMEM for {spec.inputs} inputs, where {half // MIB} may be used: split the inputs"
-    table = 4 * 4 * (-(-spec.tokens // config.rows) + spec.experts)
+    table = table_bytes(spec, config)
     if table > chip.scalar_memory // 2:
         return (
             f"needs {table // KIB} KiB of SMEM for its visits, where {chip.scalar_memory // 2 // KIB} may be used: split the tokens"
@@ -95,7 +123,7 @@ def matmul(
 ) -> jax.Array:
     """out_dtype[T, out]; as in the op."""
     (tokens, inputs), (experts, outputs, _) = lhs.shape, rhs.shape
-    config = config or choose_config(GroupedSpec(tokens, inputs, outputs, experts, str(lhs.dtype), out_dtype), chip)
+    config = config or config_of(GroupedSpec(tokens, inputs, outputs, experts, str(lhs.dtype), out_dtype), chip)
     rows, outs = min(config.rows, tokens), min(config.outputs, outputs)
     visits = find_visits(group_sizes, tokens, rows)
     grid_spec = pltpu.PrefetchScalarGridSpec(

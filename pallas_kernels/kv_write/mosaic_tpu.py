@@ -86,7 +86,10 @@ def supports(spec: WriteSpec, chip: Chip | None) -> str | None:
     if pool.block_size % tile:
         return f"needs blocks of a multiple of {tile} tokens of {spec.dtype}; got block_size {pool.block_size}"
     if spec.scales == "token" and pool.block_size % LANES:
-        return f"needs blocks of a multiple of {LANES} tokens for scales per token; got block_size {pool.block_size}"
+        return (
+            f"needs blocks of a multiple of {LANES} tokens for scales per token; got block_size {pool.block_size}:"
+            f" take {round_up(pool.block_size, LANES)}, or scales per tensor"
+        )
     if 4 * spec.tokens > chip.scalar_memory // 2:
         return (
             f"needs {4 * spec.tokens} bytes of scalar memory for the slots of {spec.tokens} tokens, and has"

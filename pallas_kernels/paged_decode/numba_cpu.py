@@ -24,6 +24,5 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """(f32[S, H, D], f32[S, H]); shapes as in the op."""
     starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    return attend_with_lse(
-        q, kv, layer, block_tables, context_lens, starts, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-    )
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "kv_scales": kv_scales}
+    return attend_with_lse(q, kv, layer, block_tables, context_lens, starts, **options)

@@ -1,15 +1,14 @@
 """quant_matmul: activations times quantized weights."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check
+from pallas_kernels.common.tuning import tuned
 from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.reference import reference
-from pallas_kernels.quant_matmul.spec import TYPICAL_MATMUL, MatmulSpec
+from pallas_kernels.quant_matmul.spec import TYPICAL_MATMUL, MatmulSpec, matmul_key
 from pallas_kernels.quant_matmul.weights import GROUPS, Int4Weight, Int8Weight, Weight, quantize_int4, quantize_int8
 
 __all__ = ["OP", "Int4Weight", "Int8Weight", "quant_matmul", "quantize_int4", "quantize_int8", "reference"]
@@ -19,7 +18,10 @@ OP = Op(
     (
         kernel(__name__, "mosaic_tpu", ("tpu",), "weights are read as they are stored and expanded in VMEM"),
         kernel(__name__, "mosaic_gpu", ("cuda",), "weights are read as they are stored and expanded in registers"),
-        Backend("xla", (), "a product with weights expanded block by block"),
+        kernel(
+            __name__, "triton", ("cuda",), "a stop-gap where Mosaic's kernel does not take the call: expands weights in registers"
+        ),
+        Backend("xla", (), "a product with weights expanded block by block", candidates=xla.candidates),
     ),
     TYPICAL_MATMUL,
 )
@@ -63,7 +65,11 @@ def quant_matmul(
     def call(entry, x, weight, chip):
         return entry(x, weight, chip=chip, **options)
 
-    functions = OP.entries("matmul", call) | {"xla": functools.partial(call, xla.matmul)}
+    def in_xla(x, weight, chip):
+        config = tuned(OP.name, "xla", chip, matmul_key(spec), xla.DEFAULT)
+        return xla.matmul(x, weight, chip=chip, config=config, **options)
+
+    functions = OP.entries("matmul", call) | {"xla": in_xla}
     return run(OP, functions, spec, (x, weight), backend=backend, platform=platform)
 
 

@@ -2,6 +2,7 @@
 fetches weights and activations with TMA; two others read weights from shared memory as they are stored, expand them in registers
 and multiply. The sums, transposed and perhaps in parts (splits over the inputs), are scaled and turned by XLA."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.layout import pad_axis
 from pallas_kernels.common.targets import KIB, Chip
-from pallas_kernels.quant_matmul.spec import MatmulSpec
+from pallas_kernels.common.tuning import tuned
+from pallas_kernels.quant_matmul.spec import MatmulSpec, matmul_key
 from pallas_kernels.quant_matmul.weights import Int4Weight, Weight, quantize_rows, split_groups
 
 ROWS = 64  # outputs of a warpgroup: what the matrix unit takes at least
@@ -65,7 +67,32 @@ def choose_config(spec: MatmulSpec, chip: Chip) -> Config:
         for columns in widths
         for stages in range(high, low - 1, -1)
     )
-    return next((c for c in options if shared_bytes(spec, c) <= chip.fast_memory), config(piece(spec), 2))
+    return next((c for c in options if fits(spec, c, chip)), config(piece(spec), 2))
+
+
+def fits(spec: MatmulSpec, config: Config, chip: Chip) -> bool:
+    """Whether it divides the weight, and what it needs of shared memory is there."""
+    whole = spec.outputs % (ROWS * config.warpgroups) == 0 and spec.columns % config.columns == 0
+    powers = config.tokens in (8, 16, 32, 64, 128) and config.columns in (piece(spec), 2 * piece(spec), 128)
+    return whole and powers and config.columns % piece(spec) == 0 and shared_bytes(spec, config) <= chip.fast_memory
+
+
+def candidates(spec: MatmulSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends: the rule's, and half and twice of each size."""
+    if chip is None or supports(spec, chip) is not None:
+        return []
+    default, found = choose_config(spec, chip), []
+    for name, least in (("tokens", 8), ("warpgroups", 1), ("columns", piece(spec)), ("stages", 2), ("splits", 1)):
+        size = getattr(default, name)
+        found += [dataclasses.replace(default, **{name: other}) for other in (size // 2, size + 1, size * 2) if other >= least]
+    return [default, *(c for c in dict.fromkeys(found) if c.warpgroups <= 2 and c.stages <= MAX_STAGES and fits(spec, c, chip))]
+
+
+def config_of(spec: MatmulSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if this one has room for it, or else `choose_config`."""
+    default = choose_config(spec, chip)
+    config = tuned("quant_matmul", "mosaic_gpu", chip, matmul_key(spec), default)
+    return config if config.warpgroups <= 2 and fits(spec, config, chip) else default
 
 
 def supports(spec: MatmulSpec, chip: Chip | None) -> str | None:
@@ -98,7 +125,7 @@ def matmul(
     int4 = isinstance(weight, Int4Weight)
     group, zeros = (weight.group, weight.zeros) if int4 else (0, None)
     spec = MatmulSpec(tokens, x.shape[1], outputs, str(x.dtype), out_dtype, group, zeros is not None, int8_activations)
-    config = config or choose_config(spec, chip)
+    config = config or config_of(spec, chip)
     row_scales = None
     if int8_activations:
         x, row_scales = quantize_rows(x)

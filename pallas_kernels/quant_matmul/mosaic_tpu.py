@@ -12,10 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.targets import MIB, Chip
-from pallas_kernels.quant_matmul.spec import MatmulSpec
+from pallas_kernels.common.tuning import tuned
+from pallas_kernels.quant_matmul.spec import MatmulSpec, matmul_key
 from pallas_kernels.quant_matmul.weights import Int4Weight, Weight, quantize_rows, split_groups
 
-LANES = 128
+LANES, SUBLANES = 128, 32  # of a tile of int8
 CHUNK = 512  # columns expanded at a time
 INT8_UNITS = ("v5e", "v5p", "v6e")  # chips that multiply int8
 EXACT = 1024  # products of two int8 that f32 sums without rounding: 127 * 127 * 1024 < 2^24
@@ -40,8 +41,29 @@ def vmem_bytes(spec: MatmulSpec, config: Config) -> int:
 def choose_config(spec: MatmulSpec, chip: Chip) -> Config:
     """The largest tiles that fit half of VMEM: outputs before rows, as rows are few when weights are what is waited for."""
     options = (Config(rows, outputs) for rows in (256, 128, 64, 32) for outputs in (512, 256, 128))
-    fitting = (config for config in options if vmem_bytes(spec, config) <= chip.fast_memory // 2)
-    return next(fitting, Config(32, LANES))
+    return next((config for config in options if fits(spec, config, chip)), Config(32, LANES))
+
+
+def fits(spec: MatmulSpec, config: Config, chip: Chip) -> bool:
+    return vmem_bytes(spec, config) <= chip.fast_memory // 2
+
+
+def candidates(spec: MatmulSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends."""
+    if chip is None:
+        return []
+    default = choose_config(spec, chip)
+    others = [Config(rows, outputs) for rows in (32, 64, 128, 256, 512) for outputs in (128, 256, 512, 1024)]
+    some = (c for c in others if c.rows < 2 * max(32, spec.tokens) and c.outputs < 2 * spec.outputs)
+    return [default, *(c for c in some if c != default and fits(spec, c, chip))]
+
+
+def config_of(spec: MatmulSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if this one fits into it."""
+    default = choose_config(spec, chip)
+    config = tuned("quant_matmul", "mosaic_tpu", chip, matmul_key(spec), default)
+    whole = config.rows % SUBLANES == 0 and config.outputs % LANES == 0
+    return config if whole and fits(spec, config, chip) else default
 
 
 def supports(spec: MatmulSpec, chip: Chip | None) -> str | None:
@@ -78,7 +100,7 @@ def matmul(
         int4 and weight.zeros is not None,
         int8_activations,
     )
-    config = config or choose_config(spec, chip)
+    config = config or config_of(spec, chip)
     rows, outs = min(config.rows, tokens), min(config.outputs, outputs)
     of_rows = lambda width: pl.BlockSpec((rows, width), lambda t, o: (t, 0))
     of_outputs = lambda width: pl.BlockSpec((outs, width), lambda t, o: (o, 0))

@@ -2,31 +2,46 @@
 expands weights on their way into the product."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.layout import pad_axis
-from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.targets import KIB, Chip
+from pallas_kernels.quant_matmul.spec import MatmulSpec
 from pallas_kernels.quant_matmul.weights import Int4Weight, Int8Weight, Weight, quantize_rows, split_groups
 
-BLOCK_BYTES = 1 << 20  # of expanded weights; half of a core's second cache
+
+@dataclass(frozen=True)
+class Config:
+    kib: int  # of weights in f32 that are expanded at once, on CPU
 
 
-def matmul(x: jax.Array, weight: Weight, *, int8_activations: bool, out_dtype: str, chip: Chip | None) -> jax.Array:
+DEFAULT = Config(1024)  # half of a core's second cache
+
+
+def candidates(spec: MatmulSpec, chip: Chip | None) -> list[Config]:
+    """As of the table of backends: there are blocks on CPU alone, and not where int8 is multiplied as it is."""
+    if chip is not None or spec.int8_activations:
+        return []
+    return [DEFAULT, *map(Config, (256, 512, 2048, 4096))]
+
+
+def matmul(x: jax.Array, weight: Weight, *, int8_activations: bool, out_dtype: str, chip: Chip | None, config: Config) -> jax.Array:
     """out_dtype[T, out]; as in the op."""
     if int8_activations and isinstance(weight, Int8Weight):
         return int8_product(x, weight).astype(out_dtype)
     wide = jnp.float32 if chip is None else x.dtype  # f32 products are twice as fast as bf16 ones on CPU
     wanted, x = x.shape[0], x.astype(wide)
-    outputs, blocked = weight.values.shape[0], chip is None
+    outputs, size = weight.values.shape[0], None if chip is not None else config.kib * KIB
     if isinstance(weight, Int8Weight):
-        y = by_blocks(x, outputs, lambda cut: cut(weight.values).astype(wide), blocked=blocked).T * weight.scales
+        y = by_blocks(x, outputs, lambda cut: cut(weight.values).astype(wide), size).T * weight.scales
     else:
         x = pad_axis(x, 0, max(2, wanted))  # with one row XLA:CPU unpacks for each product anew
         x = split_groups(x, weight).transpose(1, 0, 2).reshape(x.shape[0], -1)
-        y = by_blocks(x, outputs, lambda cut: expand_int4(weight, cut).astype(wide), blocked=blocked)[:, :wanted].T
+        y = by_blocks(x, outputs, lambda cut: expand_int4(weight, cut).astype(wide), size)[:, :wanted].T
     return y.astype(out_dtype)
 
 
@@ -48,12 +63,12 @@ def expand_int4(weight: Int4Weight, cut: Callable[..., jax.Array]) -> jax.Array:
     return scaled.swapaxes(0, 1).reshape(len(values), -1)
 
 
-def by_blocks(x: jax.Array, outputs: int, expand: Callable[..., jax.Array], *, blocked: bool) -> jax.Array:
-    """f32[out, T]: weights [out, in] times x [T, in], some outputs at a time. expand(cut) are the weights of those outputs that
-    cut(array, axis=0) leaves of an array."""
+def by_blocks(x: jax.Array, outputs: int, expand: Callable[..., jax.Array], most: int | None) -> jax.Array:
+    """f32[out, T]: weights [out, in] times x [T, in], in blocks of outputs of at most so many bytes (None: all at once).
+    expand(cut) are the weights of those outputs that cut(array, axis=0) leaves of an array."""
     product = lambda cut: jnp.einsum("oi,ti->ot", expand(cut), x, preferred_element_type=jnp.float32)
-    size = max(16, BLOCK_BYTES // (4 * x.shape[1]) // 16 * 16)
-    if not blocked or outputs <= size:
+    size = outputs if most is None else max(16, most // (4 * x.shape[1]) // 16 * 16)
+    if outputs <= size:
         return product(lambda array, axis=0: array)
 
     def step(i, y):

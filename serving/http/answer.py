@@ -25,6 +25,7 @@ class Answer(Response):
         """`work`: the body of a JSON answer, or the events of a stream."""
         super().__init__()
         self._work, self._headers = work, headers
+        self._ids = {"header_id": headers.get("x-request-id", "")}  # for the log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(
@@ -44,7 +45,7 @@ class Answer(Response):
         try:
             body, status, headers = to_json(await work()).encode(), 200, {}
         except Exception as error:
-            failed = failure(error)
+            failed = failure(error, self._ids)
             body, status, headers = to_json(failed.body).encode(), failed.status, failed.headers
         await self._json(send, status, body, headers)
 
@@ -61,7 +62,7 @@ class Answer(Response):
                     async for piece in events:
                         await _body(send, piece, more=True)
                 except Exception as error:
-                    await _body(send, event(failure(error).body), more=True)
+                    await _body(send, event(failure(error, self._ids).body), more=True)
                 await _body(send, b"")
             else:
                 await self._json(send, failed.status, to_json(failed.body).encode(), failed.headers)
@@ -70,7 +71,7 @@ class Answer(Response):
         try:
             piece = await anext(events)
         except Exception as error:
-            return failure(error)
+            return failure(error, self._ids)
         await _start(send, 200, {**STREAM_HEADERS, **self._headers})
         await _body(send, piece, more=True)
         return None

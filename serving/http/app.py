@@ -17,15 +17,18 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.errors import UserError
-from serving.auth import Keys
+from serving.auth import Caller, Keys
+from serving.call import known_ids
 from serving.config import ServeConfig
 from serving.errors import Refusal
 from serving.frontend import Frontend
 from serving.http import chat, completions, responses, status, text
 from serving.http.failures import failure
 from serving.http.shapes import to_json
-from serving.http.site import Site
+from serving.http.site import Site, get_site
+from serving.http.traffic import Traffic
 from serving.metrics import Requests
+from serving.trace_context import trace_context
 
 KEEP_ALIVE_SECONDS = 65  # longer than the pools of most clients and proxies hold on to an idle connection
 
@@ -50,18 +53,24 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def make_app(frontend: Frontend, keys: Keys) -> ASGIApp:
     """The app of a frontend, which may still be without its model."""
     app = FastAPI(title="pagedjax", docs_url=None, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    requests = Requests()
+    requests, traffic = Requests(), Traffic(WholeBody(app, frontend.config.limits.max_message_bytes))
     frontend.observers.append(requests.observe)
-    app.state.site = Site(frontend, keys, requests)
+    app.state.site = Site(frontend, keys, requests, traffic)
     for part in (chat, completions, responses, text, status):
         app.include_router(part.router, responses=ERRORS)
     for kind in (RequestValidationError, HTTPException, Refusal, UserError, Exception):
         app.add_exception_handler(kind, _answer_error)
-    return WholeBody(app, frontend.config.limits.max_message_bytes)
+    return traffic
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
-    failed = failure(error)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Of a request that no endpoint has seen: what its headers and its body say is checked before."""
+    ids = known_ids(trace_context(request.headers.items()), header_id=request.headers.get("x-request-id", ""))
+    failed = failure(error, ids)
+    if isinstance(error, RequestValidationError):
+        error = Refusal("invalid_argument", failed.body["error"]["message"])
+    if isinstance(error, Refusal | UserError):
+        get_site(request).frontend.refuse(error, Caller(), ids)
     return _json(failed.status, failed.body, failed.headers)
 
 

@@ -106,4 +106,4 @@ async def chat_job(body: ChatRequest, asked: Asked) -> Job:
 @router.post("/v1/chat/completions", response_class=JSONResponse)
 async def chat_completions(body: ChatRequest, asked: FromClient) -> Response:
     """Answers a conversation; with stream=true as server-sent events."""
-    return respond(asked.frontend, lambda: chat_job(body, asked), stream=bool(body.stream), headers=asked.headers)
+    return respond(asked, lambda: chat_job(body, asked), stream=bool(body.stream))

@@ -55,4 +55,4 @@ async def _text(asked: Asked, prompt: str | tuple[int, ...], skip_special: bool)
 async def completions(body: CompletionRequest, asked: FromClient) -> Response:
     """Continues one prompt or several; with stream=true as server-sent events."""
     check(body.prompt is not None, "prompt must be given; got null")
-    return respond(asked.frontend, lambda: completion_job(body, asked), stream=bool(body.stream), headers=asked.headers)
+    return respond(asked, lambda: completion_job(body, asked), stream=bool(body.stream))

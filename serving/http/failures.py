@@ -11,13 +11,13 @@ from starlette.exceptions import HTTPException
 
 from serving.errors import refusal
 from serving.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
-from serving.log import LOG
+from serving.log import FIELDS, LOG
 
 # Codes that clients know under another name.
 CODES = {"prompt_too_long": "context_length_exceeded", "unauthenticated": "invalid_api_key"}
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 MODELS = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
-FIELDS = {name for model in MODELS for name in model.model_fields}
+KNOWN = {name for model in MODELS for name in model.model_fields}
 BLAMED = re.compile(r"(?:request \S+: )?(?:the |each of |each token of )?([a-z_]+)")
 
 
@@ -30,8 +30,8 @@ class Failure:
     headers: Mapping[str, str]
 
 
-def failure(error: Exception) -> Failure:
-    """Any error. What is ours is logged, and keeps its words to itself."""
+def failure(error: Exception, ids: Mapping[str, str] | None = None) -> Failure:
+    """Any error. What is ours is logged, with the request's ids, and keeps its words to itself."""
     if isinstance(error, RequestValidationError):
         return _failure(400, *_validation(error), code="invalid_argument")
     if isinstance(error, HTTPException) and error.status_code == 400:  # no UTF-8, too deep, or a number with too many digits
@@ -40,7 +40,7 @@ def failure(error: Exception) -> Failure:
         return _failure(error.status_code, str(error.detail), None, code=None, headers=error.headers)
     told = refusal(error)
     if told.code == "internal":
-        LOG.error("an answer failed", exc_info=error)
+        LOG.error("an answer failed", exc_info=error, extra={FIELDS: ids or {}})
     headers = {} if told.retry_after is None else {"retry-after": str(max(1, math.ceil(told.retry_after)))}
     param = told.param or _blamed(told.message) if told.http == 400 else told.param
     return _failure(told.http, told.message, param, code=CODES.get(told.code, told.code), headers=headers)
@@ -76,4 +76,4 @@ def _validation(error: RequestValidationError) -> tuple[str, str | None]:
 def _blamed(message: str) -> str | None:
     """The field that an error of ours is about: its sentence begins with it."""
     found = BLAMED.match(message)
-    return found[1] if found and found[1] in FIELDS else None
+    return found[1] if found and found[1] in KNOWN else None

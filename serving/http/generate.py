@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from serving.http.forms import OWN_NAME, blame
 from serving.http.logprobs import CompletionLogprobs, chat_logprobs, joined
 from serving.http.requests import StreamOptions
 from serving.http.shapes import DONE, Bodies, CallPiece, Choice, Count, count, joined_choice
+from serving.http.site import Asked
 from serving.http.tools import CallReader, ToolUse
 from serving.reply import Reply
 
@@ -52,18 +53,22 @@ class Sample:
     calls: bool = False  # it has made some
 
 
-def respond(frontend: Frontend, make_job: Callable[[], Awaitable[Job]], *, stream: bool, headers: Mapping[str, str]) -> Answer:
+def respond(asked: Asked, make_job: Callable[[], Awaitable[Job]], *, stream: bool) -> Answer:
     """The answer to chat and to completions."""
 
+    async def read() -> Job:
+        with asked.reading():
+            return await make_job()
+
     async def once() -> dict[str, Any]:
-        return await whole(frontend, await make_job())
+        return await whole(asked.frontend, await read())
 
     async def streamed() -> AsyncGenerator[bytes]:
-        async with contextlib.aclosing(events(frontend, await make_job())) as each:
+        async with contextlib.aclosing(events(asked.frontend, await read())) as each:
             async for event in each:
                 yield event
 
-    return Answer(streamed() if stream else once, headers)
+    return Answer(streamed() if stream else once, asked.headers)
 
 
 async def whole(frontend: Frontend, job: Job) -> dict[str, Any]:

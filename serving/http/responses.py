@@ -103,7 +103,8 @@ async def _job(body: ResponsesRequest, asked: Asked) -> tuple[Job, dict[str, Any
         not options.include_usage and not options.continuous_usage_stats,
         "stream_options of a response may have include_obfuscation; its usage is in its last event",
     )
-    job = await chat_job(as_chat(body), asked)
+    with asked.reading():
+        job = await chat_job(as_chat(body), asked)
     params, form = job.calls[0].params, body.text and body.text.format
     job = replace(job, form_field="text" if job.form_field == "response_format" else job.form_field)
     return job, {
@@ -204,7 +205,7 @@ async def _events(body: ResponsesRequest, asked: Asked) -> AsyncGenerator[bytes]
     except Exception as error:
         if not begun:
             raise
-        failed = failure(error).body["error"]
+        failed = failure(error, {"header_id": asked.header_id}).body["error"]
         yield event(
             "failed", response={**response, "status": "failed", "error": {"code": "server_error", "message": failed["message"]}}
         )

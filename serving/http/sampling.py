@@ -46,8 +46,13 @@ def check_stream_options(stream: bool | None, options: StreamOptions | None) -> 
 
 
 def call_options(body: ChatRequest | CompletionRequest) -> dict[str, Any]:
-    """Fields of a Call that say how the request is served."""
-    return {"pool": "batch" if body.service_tier == "flex" else "interactive", "cache_salt": body.cache_salt or ""}
+    """Fields of a Call that say how the request is served, and what it is."""
+    return {
+        "pool": "batch" if body.service_tier == "flex" else "interactive",
+        "cache_salt": body.cache_salt or "",
+        "operation": "chat" if isinstance(body, ChatRequest) else "text_completion",
+        "streams": bool(body.stream),
+    }
 
 
 def _token(key: str) -> int:

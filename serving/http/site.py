@@ -1,6 +1,7 @@
 """What every endpoint has at hand, and what the headers of a request say."""
 
 import asyncio
+import contextlib
 import math
 import time
 import uuid
@@ -13,10 +14,12 @@ from fastapi import Depends, Request
 from pagedjax.errors import UserError, check
 from pagedjax.host.request import SamplingParams
 from serving.auth import Caller, Keys, authenticate
+from serving.call import Call, known_ids
 from serving.errors import Refusal
-from serving.frontend import Call, Frontend
-from serving.log import trace_id_of
+from serving.frontend import Frontend
+from serving.http.traffic import Traffic
 from serving.metrics import Requests, Snapshot, snapshot
+from serving.trace_context import TraceContext, trace_context
 
 PATIENCE = 2.0  # seconds that a scrape waits for the engine's thread, which may be in a long step
 
@@ -28,6 +31,7 @@ class Site:
     frontend: Frontend
     keys: Keys
     requests: Requests
+    traffic: Traffic
     _asking: "asyncio.Task[Snapshot] | None" = field(default=None, repr=False)
 
     async def snapshot(self) -> Snapshot | None:
@@ -47,12 +51,17 @@ class Asked:
     site: Site
     caller: Caller
     deadline: float | None  # time.monotonic()
-    trace_id: str
+    trace: TraceContext
+    header_id: str  # x-request-id, the client's or one of ours
     headers: Mapping[str, str]  # of the answer
 
     @property
     def frontend(self) -> Frontend:
         return self.site.frontend
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """As of Frontend, for what makes calls of a body."""
+        return self.frontend.reading(self.caller, known_ids(self.trace, header_id=self.header_id))
 
     def check_model(self, model: str | None) -> None:
         """None is whatever is served."""
@@ -67,7 +76,8 @@ class Asked:
 
     def call(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, **more: Any) -> Call:
         """`more`: further fields of Call."""
-        return Call(prompt, params, self.caller, request_id, deadline=self.deadline, trace_id=self.trace_id, **more)
+        about = {"trace": self.trace, "header_id": self.header_id}
+        return Call(prompt, params, self.caller, request_id, deadline=self.deadline, **about, **more)
 
 
 def get_site(request: Request) -> Site:
@@ -83,8 +93,9 @@ def get_caller(request: Request) -> Caller:
 def get_asked(request: Request, caller: Annotated[Caller, Depends(get_caller)]) -> Asked:
     given = request.headers.get("x-request-id", "")
     check(len(given) <= 256 and given.isprintable(), "x-request-id must be at most 256 printable characters")
-    trace_id = trace_id_of(request.headers.get("traceparent", ""))
-    return Asked(get_site(request), caller, _deadline(request), trace_id, {"x-request-id": given or uuid.uuid4().hex})
+    own = given or uuid.uuid4().hex
+    where = trace_context(request.headers.items())
+    return Asked(get_site(request), caller, _deadline(request), where, own, {"x-request-id": own})
 
 
 def _deadline(request: Request) -> float | None:

@@ -62,7 +62,9 @@ def _model(asked: FromClient) -> dict[str, Any]:
 @router.get("/metrics", response_class=Response)
 async def metrics(site: OfSite) -> Response:
     """In Prometheus' text format. Without an engine that answers, its part is missing."""
-    page = exposition(site.frontend.model_name, site.requests, await site.snapshot())
+    frontend, engine = site.frontend, await site.snapshot()
+    of_port, prefix = site.traffic.metrics(), frontend.config.metrics_prefix
+    page = exposition(frontend.model_name, site.requests, engine, more=of_port, prefix=prefix)
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -12,9 +12,12 @@ from google.protobuf.message import DecodeError
 
 from pagedjax.errors import EngineStopped, UserError
 from serving.auth import Caller, Keys, authenticate
+from serving.call import known_ids
 from serving.errors import Refusal, refusal
-from serving.log import LOG, trace_id_of
+from serving.frontend import Frontend
+from serving.log import FIELDS, LOG
 from serving.rpc import status
+from serving.trace_context import TraceContext, trace_context
 
 OPEN = ("/grpc.health.v1.Health/",)  # asked by who has no key
 _caller: ContextVar[Caller] = ContextVar("caller")
@@ -31,17 +34,16 @@ def deadline(context: grpc.aio.ServicerContext) -> float | None:
     return None if left is None else time.monotonic() + left
 
 
-def trace_id(context: grpc.aio.ServicerContext) -> str:
-    """Of the client's trace; "" where it has none."""
-    given = next((value for name, value in context.invocation_metadata() or () if name == "traceparent"), "")
-    return trace_id_of(given) if isinstance(given, str) else ""
+def trace(context: grpc.aio.ServicerContext) -> TraceContext:
+    """Where in the client's trace the call is."""
+    return trace_context(context.invocation_metadata() or ())
 
 
 class Guard(grpc.aio.ServerInterceptor):
     """Lets in who has a key, and turns a Refusal that a method raises into a status, and so a message that cannot be read."""
 
-    def __init__(self, keys: Keys):
-        self._keys = keys
+    def __init__(self, keys: Keys, frontend: Frontend):
+        self._keys, self._frontend = keys, frontend
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
@@ -50,17 +52,20 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         denied = None
+        metadata = handler_call_details.invocation_metadata or ()
+        ids = known_ids(trace_context(metadata))
         try:
             if not handler_call_details.method.startswith(OPEN):
-                _caller.set(_authenticate(self._keys, handler_call_details.invocation_metadata))
+                with self._frontend.reading(Caller(), ids):
+                    _caller.set(_authenticate(self._keys, metadata))
         except Refusal as error:
             denied = error
-        return _guarded(handler, denied)
+        return _guarded(handler, denied, lambda error: self._frontend.refuse(error, Caller(), ids))
 
 
 def _authenticate(keys: Keys, metadata: Any) -> Caller:
     found: dict[str, str] = {}
-    for name, value in metadata or ():
+    for name, value in metadata:
         if name in ("authorization", "x-api-key", "x-tenant", "x-priority"):
             found.setdefault(name, value)
     credentials = (found.get("authorization", ""), found.get("x-api-key", ""))
@@ -82,20 +87,22 @@ def _reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return read
 
 
-async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _readable(requests: AsyncIterator[Any], refuse: Callable[[Refusal], None]) -> AsyncIterator[Any]:
     """The messages of a stream, up to the first that cannot be read."""
     async for request in requests:
-        yield _read(request)
+        yield _read(request, refuse)
 
 
-def _read(request: Any) -> Any:
+def _read(request: Any, refuse: Callable[[Refusal], None]) -> Any:
     if isinstance(request, Refusal):
+        refuse(request)
         raise request
     return request
 
 
-def _guarded(handler: Any, denied: Refusal | None) -> Any:
-    """The same method behind the guard; one that answers in a stream stays one, or the call would break."""
+def _guarded(handler: Any, denied: Refusal | None, refuse: Callable[[Refusal], None]) -> Any:
+    """The same method behind the guard; one that answers in a stream stays one, or the call would break. `refuse` tells observers
+    of a message that cannot be read."""
     codec = {"request_deserializer": _reader(handler.request_deserializer), "response_serializer": handler.response_serializer}
     if handler.response_streaming:
         inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
@@ -104,7 +111,7 @@ def _guarded(handler: Any, denied: Refusal | None) -> Any:
             try:
                 if denied is not None:
                     raise denied
-                request = _readable(request) if handler.request_streaming else _read(request)
+                request = _readable(request, refuse) if handler.request_streaming else _read(request, refuse)
                 async with contextlib.aclosing(inner(request, context)) as answers:
                     async for answer in answers:
                         yield answer
@@ -119,7 +126,8 @@ def _guarded(handler: Any, denied: Refusal | None) -> Any:
         try:
             if denied is not None:
                 raise denied
-            return await inner(_readable(request) if handler.request_streaming else _read(request), context)
+            request = _readable(request, refuse) if handler.request_streaming else _read(request, refuse)
+            return await inner(request, context)
         except Exception as error:
             await _tell(context, error)
 
@@ -132,5 +140,5 @@ async def _tell(context: grpc.aio.ServicerContext, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, Refusal | UserError | EngineStopped):
-        LOG.exception("a method failed", exc_info=error)
+        LOG.exception("a method failed", exc_info=error, extra={FIELDS: known_ids(trace(context))})
     await status.abort(context, refusal(error))

@@ -10,13 +10,14 @@ from typing import Any
 import grpc.aio
 
 from pagedjax.host.request import SamplingParams
-from serving.frontend import Call, Frontend
+from serving.call import Call, known_ids
+from serving.frontend import Frontend
 from serving.gather import Collected, Whole, answer_all, merge, submit_all
 from serving.limits import check_batch
 from serving.proto.pagedjax.v1 import inference_pb2 as pb
 from serving.proto.pagedjax.v1 import inference_pb2_grpc
 from serving.rpc import v1_messages as messages
-from serving.rpc.guard import caller, deadline, trace_id
+from serving.rpc.guard import caller, deadline, trace
 
 
 class Inference(inference_pb2_grpc.InferenceServicer):
@@ -28,7 +29,7 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         return pb.GenerateResponse(completions=[_completion(answer) for answer in answers])
 
     async def GenerateStream(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        calls = self._calls(request, context)
+        calls = [replace(call, streams=True) for call in self._calls(request, context)]
         async with submit_all(self._frontend, calls) as replies:
             await context.send_initial_metadata((("x-request-id", replies[0].request_id),))
             begun: set[int] = set()
@@ -59,23 +60,29 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         return pb.DetokenizeResponse(texts=texts)
 
     async def Score(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=request.top_logprobs)
-        answers = await answer_all(self._frontend, self._each(request, params, context))
+        with self._reading(request, context):
+            params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=request.top_logprobs)
+            calls = self._each(request, params, context)
+        answers = await answer_all(self._frontend, calls)
         return pb.ScoreResponse(scores=[_score(answer) for answer in answers])
 
     def _calls(self, request: Any, context: grpc.aio.ServicerContext) -> list[Call]:
-        defaults = replace(self._frontend.llm.get_default_sampling_params(), max_tokens=None)
-        params = replace(
-            messages.sampling_params(request.params, defaults), structured_outputs=messages.structured_outputs(request)
-        )
-        calls = self._each(request, params, context)
-        kept = {"pool": messages.pool(request.pool), "retention": request.retention, "cache_salt": request.cache_salt}
-        return [replace(call, **kept) for call in calls]
+        with self._reading(request, context):
+            defaults = replace(self._frontend.llm.get_default_sampling_params(), max_tokens=None)
+            params = replace(
+                messages.sampling_params(request.params, defaults), structured_outputs=messages.structured_outputs(request)
+            )
+            calls = self._each(request, params, context)
+            kept = {"pool": messages.pool(request.pool), "retention": request.retention, "cache_salt": request.cache_salt}
+            return [replace(call, **kept) for call in calls]
+
+    def _reading(self, request: Any, context: grpc.aio.ServicerContext) -> contextlib.AbstractContextManager[None]:
+        return self._frontend.reading(caller(), known_ids(trace(context), request_id=request.request_id))
 
     def _each(self, request: Any, params: SamplingParams, context: grpc.aio.ServicerContext) -> list[Call]:
         """One call for each prompt; all of them have the client's deadline."""
         check_batch(self._frontend.config.limits, len(request.prompts))
-        first, due, who, trace = request.request_id or uuid.uuid4().hex, deadline(context), caller(), trace_id(context)
+        first, due, who, where = request.request_id or uuid.uuid4().hex, deadline(context), caller(), trace(context)
         return [
             Call(
                 messages.prompt(prompt),
@@ -84,7 +91,7 @@ class Inference(inference_pb2_grpc.InferenceServicer):
                 request_id=f"{first}/{i}" if i else first,
                 model=request.model,
                 deadline=due,
-                trace_id=trace,
+                trace=where,
             )
             for i, prompt in enumerate(request.prompts)
         ]

@@ -53,7 +53,7 @@ class GrpcListener:
 async def open_grpc(frontend: Frontend, keys: Keys) -> GrpcListener:
     """Listens. UserError where it cannot."""
     config = frontend.config
-    server = grpc.aio.server(interceptors=[Guard(keys)], options=options(config))
+    server = grpc.aio.server(interceptors=[Guard(keys, frontend)], options=options(config))
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngine(frontend), server)
     inference_pb2_grpc.add_InferenceServicer_to_server(Inference(frontend), server)
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(frontend), server)

@@ -17,13 +17,14 @@ from smg_grpc_proto.generated import common_pb2 as common
 from pagedjax.llm import LLM
 from serving import profile
 from serving.auth import require_admin
+from serving.call import Call, known_ids
 from serving.errors import Refusal, form_failed
-from serving.frontend import VERSION, Call, Frontend
+from serving.frontend import VERSION, Frontend
 from serving.gather import Collected
 from serving.reply import Reply
 from serving.rpc import kv_messages
 from serving.rpc import vllm_messages as messages
-from serving.rpc.guard import caller, deadline, trace_id
+from serving.rpc.guard import caller, deadline, trace
 from serving.tokenizer_files import archive, chunks
 
 
@@ -36,21 +37,26 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     # --- requests ---------------------------------------------------------------------------------------------------
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        with self._frontend.reading(caller(), known_ids(trace(context), request_id=request.request_id)):
+            call = self._call(request, context)
+        async with await self._frontend.submit(call) as reply:
+            await context.send_initial_metadata((("x-request-id", reply.request_id),))
+            async for answer in _answers(reply, streams=request.stream):
+                yield answer
+
+    def _call(self, request: Any, context: grpc.aio.ServicerContext) -> Call:
         messages.check_supported(request)
         given, llm = request.sampling_params, self._frontend.llm
         cut = messages.truncation(given, llm.engine.config.schedule.max_model_len)
-        call = Call(
+        return Call(
             messages.prompt(request, cut),
             messages.sampling_params(given),
             caller(),
             request_id=request.request_id,
             deadline=deadline(context),
-            trace_id=trace_id(context),
+            trace=trace(context),
+            streams=request.stream,
         )
-        async with await self._frontend.submit(call) as reply:
-            await context.send_initial_metadata((("x-request-id", reply.request_id),))
-            async for answer in _answers(reply, streams=request.stream):
-                yield answer
 
     async def Embed(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         raise Refusal("unimplemented", "the model generates text and has no embeddings to give")

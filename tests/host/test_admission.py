@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from queued import Queued, queued
 
 from pagedjax.errors import QueueFull, UserError
-from pagedjax.host.admission import AdmissionLimits, Load, Rates, admit, first_token, missed, output_left, steps_to_lane
+from pagedjax.host.admission import (
+    IN_FLIGHT,
+    MARGIN,
+    AdmissionLimits,
+    Left,
+    Load,
+    Rates,
+    admit,
+    first_token,
+    missed,
+    steps_to_start,
+)
 from pagedjax.host.policy import Waiting
 from pagedjax.host.waiting import Ahead, WaitingQueue
 
@@ -29,6 +40,16 @@ def measured(*, steps: int = 50, decode: int = 4) -> Rates:
 
 
 NOTHING = Load(waiting=0, tokens=0, ahead=Ahead(), lanes=LANES)
+
+
+def lefts(*outputs: int) -> tuple[Left, ...]:
+    return tuple(map(Left, outputs))
+
+
+def latency(rates: Rates) -> float:
+    """Of what was dispatched before a request came."""
+    assert rates.step_seconds is not None
+    return IN_FLIGHT * rates.step_seconds
 
 
 # --- rates --------------------------------------------------------------------------------------------------------------
@@ -93,13 +114,14 @@ def refused(load: Load, limits: AdmissionLimits, rates: Rates, *, sequences: int
 
 def test_the_queue_is_bounded_in_sequences() -> None:
     limits = AdmissionLimits(max_queued=10)
-    load = Load(waiting=9, tokens=900, ahead=Ahead(9, 900, 90), lanes=LANES, remaining=(5, 20, 30, 40, 50, 60, 70, 80))
+    load = Load(waiting=9, tokens=900, ahead=Ahead(9, 900, 90), lanes=LANES, running=lefts(5, 20, 30, 40, 50, 60, 70, 80))
     admit("r", 1, 30, load, limits, measured())
     error = refused(load, limits, measured(), sequences=2)
     assert str(error) == "request r: the queue may hold 10 sequences; 9 wait, 2 more came"
-    assert error.retry_after == pytest.approx(5 * measured().step_seconds)  # until the first lane is free
-    worse = refused(load, limits, measured(), sequences=4)
-    assert worse.retry_after == pytest.approx(30 * measured().step_seconds)
+    step, late = measured().step_seconds, latency(measured())
+    assert error.retry_after == pytest.approx(MARGIN * 5 * step + late)  # until the first lane is free
+    worse = refused(load, limits, measured(), sequences=4)  # three have to enter, of 1 + 30 / 2 steps each: at 5, at 20, at 21
+    assert worse.retry_after == pytest.approx(MARGIN * 21 * step + late)
     assert refused(load, limits, Rates(BUDGET), sequences=2).retry_after is None
 
 
@@ -121,14 +143,17 @@ def test_the_time_to_the_first_token_is_bounded_once_it_is_known() -> None:
     load = NOTHING._replace(waiting=9, tokens=2000, ahead=Ahead(9, 2000, 90))
     admit("r", 1, 30, load, limits, Rates(BUDGET))
     admit("r", 1, 30, load._replace(ahead=Ahead(3, 200, 90)), limits, rates)
+    seconds = MARGIN * 2000 / rate + 30 / rate + latency(rates)
     error = refused(load, limits, rates)
     assert str(error) == (
-        f"request r: the first token may take 0.1 s; {2030 / rate:.3g} s are predicted, 2000 tokens wait before its own 30"
+        f"request r: the first token may take 0.1 s; {seconds:.3g} s are predicted, 2000 tokens wait before its own 30"
     )
-    assert error.retry_after == pytest.approx(2030 / rate - 0.1)
+    assert error.retry_after == pytest.approx(seconds - 0.1)
     admit("r", 1, 10**6, NOTHING, limits, rates)  # it would do no better later
     behind = refused(load, limits, rates, prompt=10**6)
-    assert behind.retry_after == pytest.approx(2000 / rate)
+    assert behind.retry_after == pytest.approx(MARGIN * 2000 / rate)
+    barred = refused(NOTHING._replace(barred=40.0), limits, rates)  # its tenant may not start before that
+    assert barred.retry_after == pytest.approx(40 + 30 / rate + latency(rates) - 0.1)
 
 
 def test_queue_full_keeps_its_estimate() -> None:
@@ -138,12 +163,20 @@ def test_queue_full_keeps_its_estimate() -> None:
 
 
 def test_steps_until_there_is_a_lane() -> None:
-    load = Load(0, 0, Ahead(), lanes=3, remaining=(30, 10))
-    assert steps_to_lane(load) == 0
-    assert steps_to_lane(load._replace(ahead=Ahead(1, 5, 50))) == 10
-    assert steps_to_lane(load._replace(ahead=Ahead(2, 5, 50))) == 30
-    assert steps_to_lane(load._replace(ahead=Ahead(3, 5, 5))) == 30
-    assert steps_to_lane(load._replace(ahead=Ahead(3, 5, 80))) == 40
+    load = Load(0, 0, Ahead(), lanes=3, running=lefts(30, 10))
+    assert steps_to_start(load) == 0
+    assert steps_to_start(load._replace(ahead=Ahead(1, 5, 50))) == 10
+    assert steps_to_start(load._replace(ahead=Ahead(2, 5, 50))) == 26  # each of them has 1 + 25
+    assert steps_to_start(load._replace(ahead=Ahead(3, 5, 6))) == 9  # one after the other in the free lane
+    assert steps_to_start(load._replace(ahead=Ahead(3000, 5, 30_000))) == pytest.approx(3000 * 10 / 3, rel=0.05)
+
+
+def test_steps_until_there_are_blocks() -> None:
+    """Lanes are free; 6 blocks are, and 10 and 4 more when those that run end."""
+    load = Load(0, 0, Ahead(), lanes=9, running=(Left(30, 10), Left(12, 4)), free=6)
+    assert [steps_to_start(load._replace(need=need)) for need in (5, 6, 7, 10, 11, 20)] == [0, 0, 12, 12, 30, 30]
+    behind = load._replace(ahead=Ahead(2, 8, 40), need_ahead=12)  # 6 each, for 21 steps: at 0, and at 21 when the first has ended
+    assert steps_to_start(behind._replace(need=5)) == 30
 
 
 @pytest.mark.parametrize("name", ["max_queued", "max_queued_tokens", "max_first_token"])
@@ -181,7 +214,7 @@ def overload(limits: AdmissionLimits, *, per_step: float, steps: int = 3000) -> 
     for order in range(steps):
         if rng.random() < per_step:
             sequence = queued(order, arrival=now, prompt=60, max_tokens=20)
-            left = output_left(queue.view(s) for s in running)
+            left = lefts(*(queue.view(s).output_left for s in running))
             load = Load(len(queue), queue.tokens("interactive"), queue.ahead(queue.view(sequence)), LANES, left)
             try:
                 admit("r", 1, 60, load, limits, rates)

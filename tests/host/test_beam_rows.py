@@ -80,22 +80,33 @@ def test_beams_survive_preemption() -> None:
     assert scheduler.stats.preemptions > 0 and events["beams", 0][0].usage.recomputed > 0
 
 
-def test_beams_share_what_they_have_in_common() -> None:
-    """Blocks held are those of the distinct beginnings of the beams, not beams times blocks."""
-    scheduler, saved = make_scheduler(100), []
+def test_copies_for_rows_that_are_not_made_are_not_made() -> None:
+    """Two beams copy the block that they part in, the third finds none, and all are preempted: what was to be copied to may be
+    another's by then."""
+    old, search = make_request("old", [*range(4)], 40), make_request("beams", [*range(20, 24)], 16, beam_width=3, n=3)
+    scheduler = make_scheduler(17, max_model_len=52, prefix_caching=False)
+    events = drive(scheduler, {0: [old], 3: [search]}, 1)  # looks at the copies of each plan
+    check_beams(events, search)
+    assert scheduler.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("prompt", "width"), [(1, 2), (6, 3), (8, 4), (11, 5)])
+def test_beams_hold_each_text_once(prompt: int, width: int, caching: bool) -> None:
+    """Whenever all beams have a row, the blocks that are held are exactly one for each distinct text up to a block's end; what that
+    saves follows from it (test_beam.py has the closed forms)."""
+    scheduler, saved = make_scheduler(200, num_lanes=8, prefix_caching=caching), []
 
     def each_step(_, plan) -> None:
-        beams = [s for s in scheduler.running if s.request.params.beam_width]
-        if len(beams) == 4 and plan is not None:
+        beams = scheduler.running
+        if plan is not None and len(plan.rows) == len(beams) == width:
+            texts = {tuple(s.tokens[: min(end, s.num_scheduled)]) for s in beams for end in range(4, s.num_scheduled + 4, 4)}
             held = scheduler.pool.capacity - scheduler.pool.num_free
-            alone = sum(len(s.held) for s in beams)
-            distinct = {tuple(s.tokens[: (i + 1) * 4]) for s in beams for i in range(s.num_scheduled // 4)}
-            tails = {s.blocks[0][-1] for s in beams if s.num_scheduled % 4}
-            assert held <= len(distinct) + len(tails) + sum(s.num_scheduled % 4 == 0 for s in beams)
-            saved.append(1 - held / alone)
+            assert held == len(texts)
+            saved.append(1 - held / sum(len(s.held) for s in beams))
 
-    drive(scheduler, {0: [make_request("a", [*range(20)], 16, beam_width=4)]}, 1, each_step)
-    assert max(saved) > 0.5
+    drive(scheduler, {0: [make_request("a", [*range(prompt)], 16, beam_width=width)]}, 1, each_step)
+    assert len(saved) > 8 and max(saved) > 0.3
 
 
 def test_a_fork_without_its_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,18 @@ def test_batch_work_beyond_its_own_makes_room_for_interactive_work() -> None:
     assert displaceable(first._replace(pool="batch"), batch, "first_come", OPTIONS, batch_over=True) == []
 
 
+def test_an_urgent_sequence_may_need_the_place_of_both() -> None:
+    """Batch work that is over its own goes first, then what is less urgent."""
+    running = [
+        Waiting(0, 0.0, priority=9),
+        Waiting(1, 1.0, pool="batch"),
+        Waiting(2, 2.0, priority=5),
+        Waiting(3, 3.0, pool="batch"),
+    ]
+    found = displaceable(Waiting(9, 9.0), running, "priority", OPTIONS, batch_over=True)
+    assert [w.order for w in found] == [3, 1, 0, 2]
+
+
 @given(WAITING, SEQUENCES, st.sampled_from(sorted(POLICIES)), st.booleans())
 def test_who_was_displaced_does_not_come_back_for_it(first: Waiting, running: list[Waiting], policy: str, over: bool) -> None:
     assume(all(r.order != first.order for r in running))

@@ -128,7 +128,9 @@ def run(*, flood: bool, pools: bool = True, chat_every: int = 6, steps: int = 15
                 return budget
             if len(running) == LANES:
                 over = batch_over(held["batch"], lanes=LANES, capacity=1, shares=SHARES)
-                gone = displaceable(queue.view(head), map(queue.view, running), "first_come", PolicyOptions(), batch_over=over)
+                gone = displaceable(
+                    queue.view(head), [queue.view(s) for s in running], "first_come", PolicyOptions(), batch_over=over
+                )
                 if not gone:
                     return budget
                 loser = next(s for s in running if s.order == gone[0].order)

@@ -1,11 +1,13 @@
 """Prompts that begin alike are computed once: counts in closed form, and a model-free device that reads only what was written."""
 
+from dataclasses import replace
+
 import pytest
 from fake_device import drive, expected, make_request, make_scheduler, tokens_of
 
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.prefix_cache import Content, PrefixCache, key_of
-from pagedjax.host.request import Request
+from pagedjax.host.request import Request, Service
 
 P = 4
 
@@ -40,6 +42,23 @@ def test_a_shared_prefix_is_computed_once(prefix: int, suffix: int, at_once: boo
     assert prompts == (prefix + suffix) + (count - 1) * (suffix + prefix % P)
     assert [events[f"r{i}", 0][-1].usage.cached for i in range(count)] == [0] + [shared] * (count - 1)
     assert scheduler.stats.cached_tokens == (count - 1) * shared
+
+
+@pytest.mark.parametrize(("caching", "batch", "at_once"), [(True, 0, 11), (True, 1, 11), (False, 0, 4)])
+def test_as_many_run_at_once_as_fit_with_what_they_share(caching: bool, batch: int, at_once: int) -> None:
+    """60 blocks: 10 of the prefix, and 4 more for each. A shared block counts once, also against the share that interactive work
+    has while batch work waits."""
+    made = [make_request(f"r{i}", [*range(40), 50 + i], 12) for i in range(11)]
+    wide = [replace(make_request(f"b{i}", [70 + i] * 50, 12), service=Service(pool="batch")) for i in range(batch)]
+    scheduler = make_scheduler(61, num_lanes=16, token_budget=64, prefix_caching=caching)
+    most = 0
+
+    def each_step(_, plan) -> None:
+        nonlocal most
+        most = max(most, sum(s.request.service.pool == "interactive" for s in scheduler.running))
+
+    check_tokens(drive(scheduler, {0: made[:1], 2: made[1:] + wide}, 1, each_step), made + wide)
+    assert most == at_once
 
 
 def test_without_the_cache_all_is_computed() -> None:

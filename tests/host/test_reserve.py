@@ -1,10 +1,15 @@
 """Contiguous reservations: the buddy allocator against a plain oracle, and what a scheduler that reserves holds."""
 
+from dataclasses import replace
+
 import pytest
 from fake_device import drive, expected, make_request, make_scheduler, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedjax.host.entrance import ServiceRules
+from pagedjax.host.policy import PolicyOptions
+from pagedjax.host.request import Service
 from pagedjax.host.reserve import BuddyPool, reserved_slots
 
 
@@ -62,6 +67,16 @@ def test_a_scheduler_that_reserves(mode) -> None:
     for request in made:
         assert tokens_of(events[request.id, 0]) == expected(request, 64)
     assert scheduler.stats.preemptions == 0
+
+
+def test_a_run_that_is_displaced_is_computed_again_and_not_swapped() -> None:
+    """Host memory keeps blocks, not runs."""
+    rules = ServiceRules("priority", PolicyOptions(aging=1e6))
+    scheduler = make_scheduler(17, reserve="max", max_model_len=64, service=rules, host_blocks=50, preemption="swap")
+    low, high = (replace(make_request(str(p), [p] * 5, 20), service=Service(priority=p)) for p in (5, 0))
+    events = drive(scheduler, {0: [low], 4: [high]}, 1)
+    assert scheduler.stats.preemptions == 1 and scheduler.stats.swaps == 0
+    assert all(tokens_of(events[r.id, 0]) == expected(r, 64) for r in (low, high))
 
 
 def test_the_four_classes_of_one_sequence() -> None:

@@ -1,7 +1,7 @@
 """Which cached block goes first: against an oracle that looks at all of them each time, with virtual time."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from fake_device import drive, expected, make_request, make_scheduler, tokens_of
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pagedjax.errors import UserError
 from pagedjax.host.block_pool import BlockPool
 from pagedjax.host.prefix_cache import PrefixCache
+from pagedjax.host.request import Service
 from pagedjax.host.retention import PINNED, IdleBlocks
 
 
@@ -322,3 +323,22 @@ def test_flush_forgets_all_but_what_is_in_use() -> None:
     pool.release(held)
     write(cache, pool, PREFIX)
     assert len(pool.pinned) == 2
+
+
+def test_a_prefix_is_pinned_in_all_layer_groups_or_in_none() -> None:
+    tables = make_scheduler(13, windows=(None, 9)).tables  # of 12 blocks pins may have 6
+    with pytest.raises(UserError, match="pinned prefixes may have 6 blocks together; got 8, of which 4 are pinned"):
+        tables.pin("", [*range(16)])
+    with pytest.raises(UserError, match="unpin must name the tokens of a pin"):
+        tables.unpin("", [*range(16)])
+    assert tables.pin("", [*range(14)]) == 6 and tables.unpin("", [*range(14)]) == 6
+
+
+@pytest.mark.parametrize(("retention", "cached"), [(0, 0), (5, 24)])
+def test_blocks_of_a_prompt_that_left_a_window_are_retained_too(retention: int, cached: int) -> None:
+    """A prompt of 28 tokens is found again up to 24 only if blocks of its window group that were given back early are there."""
+    scheduler = make_scheduler(33, windows=(None, 9), max_model_len=64)
+    kept = replace(make_request("kept", [*range(28)], 20), service=Service(retention=retention))
+    other, again = make_request("other", [*range(50, 80)], 12), make_request("again", [*range(25)], 1)
+    events = drive(scheduler, {0: [kept], 40: [other], 80: [again]}, 1)
+    assert events["again", 0][-1].usage.cached == cached

@@ -7,22 +7,24 @@ from scipy.optimize import nnls
 from pagedjax.errors import UserError
 from pagedjax.host.step_time import H200_8B, StepTime, Work, fit, from_data_sheet, from_json, nonnegative_least_squares, to_json
 
-MADE = StepTime(per_pass=4e-3, per_token=3e-5, per_row=2e-5, per_context=4e-8, per_pair=1e-9)
+MADE = StepTime(per_pass=4e-3, per_token=3e-5, per_row=2e-5, per_context=4e-8, per_pair=1e-9, per_moved=2e-7)
 
 
 def works(count: int) -> list[Work]:
     rng = np.random.default_rng(0)
-    return [Work(*(int(n) for n in rng.integers(1, (8, 2000, 256, 10**6, 10**8)))) for _ in range(count)]
+    return [Work(*(int(n) for n in rng.integers(1, (8, 2000, 256, 10**6, 10**8, 10**5)))) for _ in range(count)]
 
 
 def test_seconds_are_the_sum_of_the_parts() -> None:
-    assert StepTime(per_pass=1, per_token=10, per_row=100, per_context=1000, per_pair=10_000).seconds(Work(2, 3, 4, 5, 6)) == 65432
+    time = StepTime(per_pass=1, per_token=10, per_row=100, per_context=1000, per_pair=10_000, per_moved=100_000)
+    assert time.seconds(Work(2, 3, 4, 5, 6, 7)) == 765_432
 
 
 def test_a_data_sheet() -> None:
-    """Weights of 8 GB at 4 TB/s take 2 ms a pass; 16 GFLOP a token at 400 TFLOP/s take 40 us."""
-    made = from_data_sheet(weight_bytes=8e9, kv_bytes=1e5, token_flops=16e9, pair_flops=4e5, bandwidth=4e12, flops=4e14)
-    assert made == StepTime(per_pass=2e-3, per_token=4e-5, per_context=2.5e-8, per_pair=1e-9)
+    """Weights of 8 GB at 4 TB/s take 2 ms a pass; 16 GFLOP a token at 400 TFLOP/s take 40 us; 0.1 MB at 50 GB/s 2 us."""
+    sheet = {"bandwidth": 4e12, "flops": 4e14, "host_bandwidth": 5e10}
+    made = from_data_sheet(weight_bytes=8e9, kv_bytes=1e5, token_flops=16e9, pair_flops=4e5, **sheet)
+    assert made == StepTime(per_pass=2e-3, per_token=4e-5, per_context=2.5e-8, per_pair=1e-9, per_moved=2e-6)
 
 
 def test_the_step_time_that_simulate_begins_with() -> None:
@@ -79,7 +81,7 @@ def test_what_is_no_step_time(text: str, message: str) -> None:
 
 
 def test_fit_wants_enough_samples_that_took_time() -> None:
-    with pytest.raises(UserError, match="fitted to at least 5 steps; got 4"):
-        fit([(work, 1.0) for work in works(4)])
+    with pytest.raises(UserError, match="fitted to at least 6 steps; got 5"):
+        fit([(work, 1.0) for work in works(5)])
     with pytest.raises(UserError, match=r"the seconds of a step must be positive; got 0\.0"):
-        fit([(work, 0.0) for work in works(5)])
+        fit([(work, 0.0) for work in works(6)])

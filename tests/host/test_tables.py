@@ -73,7 +73,7 @@ def test_a_copy_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def tables(num_blocks: int = 20, **options) -> tuple[BlockTables, list[Sequence]]:
-    made = BlockTables(BlockPool(num_blocks), P, max_model_len=64, **options)
+    made = BlockTables(BlockPool(num_blocks), P, max_model_len=64, chunk=16, **options)
     return made, [made.sequence(make_request(str(i), [*range(30)], 9), 0, 39, i) for i in range(3)]
 
 
@@ -179,7 +179,7 @@ def test_a_window_layer_holds_what_it_sees() -> None:
 def test_what_a_window_needs_bounds_what_is_admitted() -> None:
     """40 tokens of prompt in chunks of 16 never need more than the window and a chunk in the second group."""
     made = make_scheduler(40, windows=(None, 9))
-    assert made.tables.most(40, 16) == 10 + (-(-(9 + 16) // P) + 1)
+    assert made.tables.most(40) == 10 + (-(-(9 + 16) // P) + 1)
 
 
 def test_a_prefix_is_found_where_the_window_has_moved_on() -> None:
@@ -206,6 +206,6 @@ def test_any_window_frees_as_it_goes(window: int, prompt: int, budget: int) -> N
 
     def each_step(_, plan) -> None:
         for s in scheduler.running:
-            assert len(s.held) <= scheduler.tables.most(64, budget)
+            assert len(s.held) <= scheduler.tables.most(64)
 
     check_tokens(drive(scheduler, {0: [request]}, 1, each_step), [request])

@@ -16,6 +16,7 @@ from pagedjax.host.waiting import WaitingQueue
 
 COSTS = TokenCosts(input=1.0, cached=0.25, output=2.0)
 POOL = 60  # slots
+ONE = Held(1, 0)
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 15)), min_size=1, max_size=40)  # prompt, output
 Served = list[dict[str, float]]
 
@@ -186,7 +187,7 @@ def test_what_a_cap_held_back_is_not_caught_up_on() -> None:
     for _ in range(20):  # work-conserving: f waits for its own cap only
         head = queue.head("interactive", 0.0, busy)
         assert head is not None and owner(head) == "g"
-        assert queue.held_back["interactive"] == {"f": "tenant 'f' runs 1 rows; it may run 1"}
+        assert queue.held_back["interactive"] == {"f": "tenant 'f' may run 1 rows; it runs 1 and needs 1 more"}
         queue.remove(head)
         admit(queue.tenants, head.key, "g", 10)
     f, g = counters(queue.tenants, "f", "g")
@@ -202,14 +203,14 @@ def test_tokens_per_minute_are_a_ceiling_over_any_time(tries: list[tuple[float, 
     now, spent = 0.0, []
     for i, (gap, prompt, output) in enumerate(tries):
         now += gap
-        if tenants.may_start("a", now, 0, 0) is None:
+        if tenants.may_start("a", now, Held(), ONE) is None:
             assert tenants.seconds_over("a", now) == 0
             admit(tenants, i, "a", prompt, now=now)
             tenants.generated(i, output, now)
             spent.append((now, prompt + output))
         else:
             later = now + tenants.seconds_over("a", now) + 1e-6
-            assert later > now and tenants.may_start("a", later, 0, 0) is None
+            assert later > now and tenants.may_start("a", later, Held(), ONE) is None
     most = max([tokens for _, tokens in spent], default=0)
     for i, (start, _) in enumerate(spent):
         for j in range(i, len(spent)):
@@ -220,19 +221,20 @@ def test_tokens_per_minute_are_a_ceiling_over_any_time(tries: list[tuple[float, 
 def test_cached_tokens_do_not_count_against_the_ceiling_and_unused_ones_are_given_back() -> None:
     tenants = Tenants({"a": TenantLimits(tokens_per_minute=60)})
     admit(tenants, 1, "a", 1000, cached=950)
-    assert tenants.may_start("a", 0.0, 0, 0) is None
+    assert tenants.may_start("a", 0.0, Held(), ONE) is None
     tenants.admitted(2, "interactive", "a", prompt=100, cached=0, now=0.0)
     tenants.computed(2, 10, 0.0)
-    assert tenants.may_start("a", 0.0, 0, 0) == "tenant 'a' has used its 60 tokens per minute; it may start in 91.0 s"
+    assert tenants.may_start("a", 0.0, Held(), ONE) == "tenant 'a' has used its 60 tokens per minute; it may start in 91.0 s"
     tenants.left(2, 0.0)
     assert tenants.seconds_over("a", 0.0) == 1.0
 
 
 def test_caps() -> None:
     tenants = Tenants(default=TenantLimits(max_rows=2, max_blocks=10))
-    assert tenants.may_start("a", 0.0, 1, 6, 4) is None
-    assert tenants.may_start("a", 0.0, 1, 6, 5) == "tenant 'a' holds 6 blocks and needs 5 more; it may hold 10"
-    assert tenants.may_start("a", 0.0, 2, 0) == "tenant 'a' runs 2 rows; it may run 2"
+    assert tenants.may_start("a", 0.0, Held(1, 6), Held(1, 4)) is None
+    assert tenants.may_start("a", 0.0, Held(1, 6), Held(1, 5)) == "tenant 'a' may hold 10 blocks; it has 6 and needs 5 more"
+    assert tenants.may_start("a", 0.0, Held(2, 0), ONE) == "tenant 'a' may run 2 rows; it runs 2 and needs 1 more"
+    assert tenants.may_start("a", 0.0, Held(1, 0), Held(2, 0)) is not None  # two beams
 
 
 def test_made_up_names_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

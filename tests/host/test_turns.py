@@ -60,3 +60,10 @@ def test_an_enormous_prompt_goes_on_after_what_is_more_urgent() -> None:
     rules = ServiceRules("priority", PolicyOptions(aging=1e6))
     assert rows_of(make_scheduler(service=rules), arrivals)[:2] == [{"l": 16}, {"u": 10, "l": 6}]
     assert rows_of(make_scheduler(), arrivals)[:2] == [{"l": 16}, {"l": 16}]
+
+
+def test_a_last_token_of_a_prompt_by_itself_is_paid_for_too() -> None:
+    """17 tokens in steps of 16: the last one is a row like those of answers."""
+    scheduler = make_scheduler()
+    rows_of(scheduler, {0: [served("a", 17, 3, tenant="a")]})
+    assert scheduler.entrance.tenants.counter("interactive", "a") == 17 + 2.0 * 3

@@ -133,7 +133,7 @@ def test_a_long_queue_is_not_looked_through_for_its_head() -> None:
 
 def test_tenants_take_turns_and_one_with_a_cap_is_passed_over() -> None:
     tenants = Tenants({"b": TenantLimits(max_blocks=8), "c": TenantLimits(tokens_per_minute=60)})
-    queue: WaitingQueue[Queued] = WaitingQueue(tenants=tenants, blocks=lambda s: s.prompt_len // 4)
+    queue: WaitingQueue[Queued] = WaitingQueue(tenants=tenants, needs=lambda s: Held(1, s.prompt_len // 4))
     names = ["a", "a", "b", "b", "c", "c"]
     for i, name in enumerate(names):
         queue.push(queued(i, prompt=24, tenant=name), 0.0)
@@ -149,7 +149,7 @@ def test_tenants_take_turns_and_one_with_a_cap_is_passed_over() -> None:
         entered.append(head.order)
     assert entered == [0, 2, 4, 1]
     assert queue.held_back["interactive"] == {
-        "b": "tenant 'b' holds 6 blocks and needs 6 more; it may hold 8",
+        "b": "tenant 'b' may hold 8 blocks; it has 6 and needs 6 more",
         "c": "tenant 'c' has used its 60 tokens per minute; it may start in 1.0 s",
     }
     assert queue.seconds_idle(0.0) == 0.0  # b waits for blocks, not for time

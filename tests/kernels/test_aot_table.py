@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels import OPS
-from pallas_kernels.aot.cases import SHORT, config_of_entry, load_of_entry, loads_of
+from pallas_kernels.aot.cases import POOL, PRODUCTS, config_of_entry, load_of_entry, loads_of, most_temporary
 from pallas_kernels.aot.compile import CompileError
 from pallas_kernels.aot.worker import Report
 from pallas_kernels.common import tuning
@@ -17,6 +17,7 @@ from pallas_kernels.common.dispatch import Backend, Op
 from pallas_kernels.common.targets import CHIPS, chip
 from pallas_kernels.paged_decode import xla
 from pallas_kernels.workload import Attention, Write
+from pallas_kernels.workload_matmul import Quantized
 
 table = importlib.import_module("pallas_kernels.aot.__main__")
 GOOD = Report("", 0.5, 1 << 40, 0, None, 92160, 150, 0, (), "")
@@ -108,7 +109,7 @@ def test_tuned_entries_are_compiled_with_their_configs(compilers, tmp_path: Path
     assert "1 failed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [*POOL, *PRODUCTS])
 def test_entries_become_calls_that_look_them_up(name: str):
     (op,) = [op for op in OPS if op.name == name]
     for load in loads_of(op, False, "cuda"):
@@ -122,12 +123,41 @@ def test_entries_become_calls_that_look_them_up(name: str):
 
 
 def test_every_op_on_the_pool_has_cases_that_differ():
-    for name, (first, *_) in SHORT.items():
+    for name, (first, *_) in POOL.items():
         (op,) = [op for op in OPS if op.name == name]
         loads = loads_of(op, False, "cuda")
         assert len({load.name for load in loads}) == len(loads) >= 15
         assert isinstance(first, Write if name == "kv_write" else Attention)
         assert loads_of(op, True, "tpu")[0] == dataclasses.replace(first, block_size=128)
+
+
+def test_every_product_has_cases_that_differ_and_that_are_taken():
+    assert {op.name for op in OPS} == {*POOL, *PRODUCTS}
+    for name in PRODUCTS:
+        (op,) = [op for op in OPS if op.name == name]
+        loads = loads_of(op, False, "cuda")
+        assert len({load.name for load in loads}) == len(loads) > len(loads_of(op, True, "cuda"))
+        for target in CHIPS:
+            kernels = [b for b in op.backends if target.platform in b.platforms]
+            for load in loads_of(op, True, target.platform):
+                assert any(b.refuses(load.spec, target.platform, target) is None for b in kernels)
+
+
+@pytest.mark.parametrize(
+    ("change", "result"),
+    [
+        ({}, None),
+        ({"spill_bytes": 8}, "spills 8 bytes of registers"),
+        ({"temp_bytes": 2 * 4096 * 14336}, "has temporaries of 117440512 bytes, more than the 31457280 of activations and sums"),
+    ],
+    ids=str,
+)
+def test_a_product_must_not_spill_nor_expand_its_weights_in_memory(change: dict, result: str | None):
+    (op,) = [op for op in OPS if op.name == "quant_matmul"]
+    (load, *_) = loads_of(op, True, "cuda")
+    assert isinstance(load, Quantized) and most_temporary(load) < 4096 * 14336
+    case = table.Case(op, op.backends[1], chip("sm_90a"), load)
+    assert table.fault(case, dataclasses.replace(GOOD, **change)) == result
 
 
 def test_a_compiler_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -15,6 +15,7 @@ from pallas_kernels import OPS
 from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.targets import chip
 from pallas_kernels.workload import Attention, Write
+from pallas_kernels.workload_matmul import Grouped, Quantized
 
 CASE = Attention(3, 40, kv_heads=2, group=2, width=16, block_size=16, dtype="float32")
 
@@ -30,6 +31,8 @@ def test_everything_runs_and_is_written(tmp_path: Path, capsys: pytest.CaptureFi
         ("paged_attention", "xla"),
         ("paged_attention", "gather all"),
         ("kv_write", "xla_tokens"),
+        ("quant_matmul", "xla"),
+        ("grouped_matmul", "xla"),
     }
     assert all(r["microseconds"] > 0 for r in report["rows"] if not r["why"])
     assert report["device"]["read"] > 0 and report["device"]["matrix"] > 0
@@ -46,6 +49,10 @@ def test_calls_are_made_one_after_the_other():
     assert repeated(add, 1, 5, False)(jnp.float32(1), jnp.float32(2)) == 3
     text = jax.jit(repeated(CASE.function(None), 1, 7, False)).lower(*CASE.shapes()).as_text()
     assert "dense<7>" in text
+    product = Quantized(3, 64, 48, "float32", 32)
+    args = product.arguments()
+    once, thrice = (np.asarray(jax.jit(repeated(product.function(None), 1, times, False))(*args)) for times in (1, 3))
+    np.testing.assert_allclose(once, thrice, rtol=1e-6)
     write = Write(3, 40, kv_heads=2, width=16, block_size=16, dtype="float32")
     args = write.arguments()
     once, thrice = (jax.jit(repeated(write.function(None), 0, times, True))(*args) for times in (1, 3))
@@ -63,6 +70,17 @@ def test_the_control_computes_the_same(new: int):
     np.testing.assert_allclose(np.asarray(run()).reshape(ours.shape), ours, atol=2e-5)
     assert rivals.gather_all(dataclasses.replace(case, window=3), args, "cpu") is None
     assert rivals.jax_kernel(case, args, "cpu") is None
+
+
+def test_rivals_of_products_compute_the_same():
+    case = Grouped(9, 32, 24, "float32", 3)
+    args = case.arguments()
+    run = rivals.ragged_dot(case, args, "cpu")
+    assert run is not None and rivals.whole_weights(case, args, "cpu") is None and rivals.megablox(case, args, "cpu") is None
+    np.testing.assert_allclose(run(), case.function(None)(*args), rtol=1e-5, atol=1e-5)
+    quantized = Quantized(3, 64, 48, "float32")
+    run = rivals.whole_weights(quantized, quantized.arguments(), "cpu")
+    assert run is not None and run().shape == (3, 48) and rivals.ragged_dot(quantized, (), "cpu") is None
 
 
 def test_what_fails_says_why_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch):
@@ -104,7 +122,7 @@ def test_wrong_kernels_are_found_on_the_device(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(kernels, "main", lambda argv: Path(argv[1]).write_text(json.dumps(report)))
     assert gpu_checks.main([str(tmp_path), "--quick"]) == 0
     report = json.loads((tmp_path / "cpu.json").read_text())
-    assert len(report["checks"]) == 3 and report["rows"] and (tmp_path / "cpu.svg").exists()
+    assert len(report["checks"]) == 5 and report["rows"] and (tmp_path / "cpu.svg").exists()
     op = dataclasses.replace(OPS[0], backends=(Backend("off", (), ""), OPS[0].backends[-1]))
     monkeypatch.setattr(gpu_checks, "OPS", (op,))
     function = Attention.function

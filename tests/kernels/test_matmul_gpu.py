@@ -17,6 +17,7 @@ from pallas_kernels.common.targets import chip
 from pallas_kernels.grouped_matmul import cases as grouped_cases
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped
 from pallas_kernels.grouped_matmul import reference as grouped_exact
+from pallas_kernels.grouped_matmul import visits
 from pallas_kernels.grouped_matmul.reference import error_bound as grouped_bound
 from pallas_kernels.grouped_matmul.spec import TYPICAL_GROUPED, GroupedSpec
 from pallas_kernels.quant_matmul import cases as quant_cases
@@ -109,18 +110,19 @@ def test_grouped_matmul_in_full(case: grouped_cases.Case, rows: int):
     check_grouped(case if case.outputs % 64 == 0 else case._replace(inputs=192, outputs=64), rows)
 
 
-find_visits = jax.jit(grouped.find_visits, static_argnums=(1, 2))
+find_visits = jax.jit(visits.find_visits, static_argnums=(1, 2, 3))
 
 
+@pytest.mark.parametrize("aligned", [1, 8])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_row_is_visited_once_by_its_expert(seed: int):
+def test_every_row_is_visited_once_by_its_expert(seed: int, aligned: int):
     rng, tokens, rows = np.random.default_rng(seed), 144, 16
     sizes = rng.integers(0, 21, 7) * rng.integers(0, 2, 7)
-    visits = jax.tree.map(np.asarray, find_visits(jnp.asarray(sizes, jnp.int32), tokens, rows))
+    found = jax.tree.map(np.asarray, find_visits(jnp.asarray(sizes, jnp.int32), tokens, rows, aligned))
     owner = np.full(tokens, -1)
-    for expert, start, begin, end in zip(*visits, strict=True):
+    for expert, start, begin, end in zip(*found, strict=True):
         if begin < end:
-            assert 8 * start <= begin and end <= 8 * start + rows and 0 <= start <= (tokens - rows) // 8
+            assert aligned * start <= begin and end <= aligned * start + rows and 0 <= aligned * start <= tokens - rows
             assert (owner[begin:end] == -1).all()
             owner[begin:end] = expert
     assert owner.tolist() == np.repeat(range(8), [*sizes, tokens - sizes.sum()]).tolist()
@@ -128,8 +130,8 @@ def test_every_row_is_visited_once_by_its_expert(seed: int):
 
 def test_one_row_an_expert_fits_the_list_of_visits():
     sizes = np.ones(24, np.int32)
-    visits = find_visits(jnp.asarray(sizes), 24, 16)
-    assert int((visits.begin < visits.end).sum()) == 24 <= len(visits.begin)
+    found = find_visits(jnp.asarray(sizes), 24, 16, 8)
+    assert int((found.begin < found.end).sum()) == 24 <= len(found.begin)
 
 
 def test_what_is_chosen_fits_shared_memory_and_fills_the_chip():

@@ -1,5 +1,6 @@
 """Kernels that Numba compiles: XLA's threads share a call, and another process loads what was compiled."""
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -88,7 +89,9 @@ def test_targets_whose_functions_have_one_name_are_kept_apart(monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONHASHSEED", "0")
         made = [
-            numba_targets.compile_apart(f"test_{a[0]}", Recipe(numba_cpu.KERNEL, "item_count", "make_kernel", (*a, True)))
+            numba_targets.compile_apart(
+                f"test_{a[0]}", Recipe(numba_cpu.KERNEL, "item_count", "make_kernel", (*a, "float32", False))
+            )
             for a in sizes
         ]
     assert made[0] is not None and made[1] is not None and made[0].calling[0] == made[1].calling[0], "the case at hand"
@@ -108,13 +111,14 @@ def test_targets_whose_functions_have_one_name_are_kept_apart(monkeypatch: pytes
             *rows,
             np.array([0, 1], np.int32),
             np.array([-np.inf], np.float32),
+            np.ones(2, np.float32),
         )
         out, _ = jax.ffi.ffi_call(target.name, shapes)(q, kv, *more)
         np.testing.assert_allclose(out, paged_decode(q, kv, 0, *rows, scale=0.25, backend="xla"), rtol=0, atol=1e-5)
 
 
 def test_a_process_of_its_own_compiles_what_it_can_import(monkeypatch: pytest.MonkeyPatch):
-    attention = Recipe(numba_cpu.KERNEL, "item_count", "make_kernel", (8, 8, 4, True))
+    attention = Recipe(numba_cpu.KERNEL, "item_count", "make_kernel", (8, 8, 4, "float32", False))
     target = numba_targets.compile_apart("test_attention", attention)
     assert target is not None and target.name == "test_attention"
     assert numba_targets.compile_apart("test_square", Recipe("no.such.module", "", "", ())) is None
@@ -134,6 +138,40 @@ def test_exp_agrees_with_float64():
     x = -np.geomspace(1e-6, 86.9, 200_000).astype(np.float32)
     want = np.exp(x.astype(np.float64))
     assert (np.abs(exps(x) - want) <= 5 * np.spacing(want.astype(np.float32))).all()
+
+
+@numba.njit
+def numbers(convert, bits, out):
+    for i in range(bits.size):
+        out[i] = convert(bits[i])
+
+
+@pytest.mark.parametrize("dtype", numba_attention.DTYPES)
+def test_every_number_of_8_and_16_bits_is_read_as_it_is(dtype: str):
+    raw, convert = numba_attention.DTYPES[dtype]
+    size = np.dtype(raw).itemsize
+    bits = np.arange(1 << 16 if size > 1 else 1 << 8).astype({1: np.uint8, 2: np.uint16, 4: np.uint32}[size])
+    out = np.empty(bits.size, np.float32)
+    numbers(convert, bits.view(raw), out)
+    np.testing.assert_array_equal(out, bits.view(jnp.dtype(dtype)).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"), [("float8_e4m3fn", 2.0**-9), pytest.param("float16", 2.0**-24, marks=pytest.mark.kernels_full)]
+)
+def test_numbers_below_the_normal_ones_are_not_taken_for_0(dtype: str, least: float):
+    """XLA's threads take subnormal numbers of f32 for 0."""
+    kv = np.full((1, 2, 2, 1, 4, 8), 3 * least, np.float32).astype(dtype)
+    assert 0 < kv.astype(np.float32).max() < float(jnp.finfo(dtype).smallest_normal)
+    q = np.ones((1, 1, 8), np.float32)
+    out = paged_decode(q, kv, 0, np.array([[1]], np.int32), np.array([3], np.int32), scale=1.0, backend="numba_cpu")
+    np.testing.assert_allclose(out, 3 * least, rtol=1e-6)
+
+
+def test_other_dtypes_are_refused():
+    assert numba_cpu.supports(dataclasses.replace(TYPICAL_DECODE, dtype="float8_e5m2"), None) == (
+        "takes pools of float32, bfloat16, float16, int8, float8_e4m3fn; got float8_e5m2"
+    )
 
 
 def test_without_numba_the_call_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -142,7 +142,9 @@ REFUSED = {
     "stored in multiples of 128 .*; got 64": replace(TYPICAL_DECODE, pool=pool(width=64)),
     "multiple of 16 tokens of bfloat16; got block_size 8": replace(TYPICAL_DECODE, pool=pool(block_size=8)),
     "multiple of 32 tokens of int8; got block_size 16": replace(TYPICAL_DECODE, dtype="int8", pool=pool(block_size=16)),
-    "multiple of 128 tokens for scales per token; got block_size 64": replace(TYPICAL_DECODE, dtype="int8", scales="token"),
+    "multiple of 128 tokens for scales per token; got block_size 64: take 128, or scales per tensor": replace(
+        TYPICAL_DECODE, dtype="int8", scales="token"
+    ),
     "2106368 bytes of scalar memory for tables of 256 rows x 2048 blocks.* 524288 .*larger block_size": replace(
         TYPICAL_DECODE, rows=256, tokens=256, blocks=2048
     ),

@@ -111,7 +111,7 @@ def test_weights_are_not_expanded_in_memory(rows: int, group: int):
         assert memory is not None
         return memory.temp_size_in_bytes
 
-    assert temporaries(lambda x, weight: quant_matmul(x, weight)) < 4 * xla.BLOCK_BYTES + 3 * 4 * rows * 2048
+    assert temporaries(lambda x, weight: quant_matmul(x, weight)) < 4 * xla.DEFAULT.kib * 1024 + 3 * 4 * rows * 2048
     if group:
         naive = lambda x, weight: x @ xla.expand_int4(weight, lambda array, axis=0: array).T
         assert temporaries(naive) >= 4 * 2048 * 2048

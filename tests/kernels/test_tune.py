@@ -10,10 +10,12 @@ import pytest
 from pallas_kernels import OPS, tune
 from pallas_kernels.common import tuning
 from pallas_kernels.common.dispatch import Backend
+from pallas_kernels.common.targets import chip_for
 from pallas_kernels.common.tuning import complaints, load, look_up
 from pallas_kernels.paged_decode import xla
-from pallas_kernels.tune import Trial, best_of, entry_of, load_of, main, try_all
+from pallas_kernels.tune import Trial, best_of, default_loads, entry_of, load_of, main, try_all
 from pallas_kernels.workload import Attention, Write
+from pallas_kernels.workload_matmul import Grouped, Quantized
 
 SMALL = "rows=3,context=40,kv_heads=1,group=2,width=8,block_size=16,dtype=float32"
 
@@ -48,6 +50,36 @@ def test_it_measures(tmp_path: Path):
     assert entry["provenance"]["gb_s"] >= 0 and entry["bucket"] == 5
 
 
+@pytest.mark.parametrize(
+    ("op", "load"),
+    [
+        ("quant_matmul", "tokens=2,inputs=64,outputs=32,dtype=float32"),
+        ("grouped_matmul", "tokens=70,inputs=8,outputs=16,experts=8"),
+    ],
+)
+def test_it_measures_products(op: str, load: str, tmp_path: Path):
+    out = tmp_path / "tuned.json"
+    assert main([op, "--load", load, "--out", str(out), "--budget", "0.001"]) == 0
+    (entry,) = json.loads(out.read_text())
+    assert entry["backend"] == "xla" and entry["shape"] == dict(load_of(op, load).key.shape)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_what_is_tuned_without_being_told_has_something_to_choose(op, platform: str):
+    """On a CPU the write to the pool alone has nothing."""
+    loads = default_loads(op.name, platform)
+    some = [
+        b for b in op.backends if any(len(b.candidates(x.spec, chip_for(platform))) > 1 for x in loads if takes(b, x, platform))
+    ]
+    assert len({load.name for load in loads}) == len(loads)
+    assert bool(some) == ((op.name, platform) not in (("kv_write", "cpu"), ("paged_attention", "cpu"), ("kv_write", "cuda")))
+
+
+def takes(backend: Backend, load, platform: str) -> bool:
+    return backend.refuses(load.spec, platform) is None
+
+
 def test_a_candidate_that_fails_is_told_and_left_out():
     said = []
     broken = Backend("xla", (), "", candidates=lambda spec, chip: [xla.Config(0, 1), xla.Config(2, 1)])
@@ -65,6 +97,10 @@ def test_the_rule_stays_unless_something_gains():
 def test_loads_are_read():
     assert load_of("kv_write", "rows=2,context=64,scales=token,dtype=int8") == Write(2, 64, scales="token", dtype="int8")
     assert load_of("paged_attention", "rows=2,context=64") == Attention(2, 64, ragged=True)
+    assert load_of("quant_matmul", "tokens=3,inputs=64,outputs=8,group=32,zeros=1") == Quantized(3, 64, 8, group=32, zeros=True)
+    assert load_of("grouped_matmul", "tokens=3,inputs=64,outputs=8,experts=4") == Grouped(3, 64, 8, experts=4)
+    with pytest.raises(ValueError, match="a load must have tokens, inputs and outputs; got tokens=3"):
+        load_of("quant_matmul", "tokens=3")
     with pytest.raises(ValueError, match="a load must be name=value pairs of rows, context, .*; got row=2"):
         load_of("paged_decode", "row=2,context=3")
     with pytest.raises(ValueError, match="a load must have rows and context; got rows=2"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.workload import Attention, Write, fill
+from pallas_kernels.workload_matmul import Grouped, Quantized
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
@@ -41,7 +42,34 @@ def test_arguments_are_what_shapes_say(load):
         slots = np.asarray(args[3]).reshape(3, 5)
         place = np.arange(45, 50)
         np.testing.assert_array_equal(slots, load.tables()[:, place // 16] * 16 + place % 16)
-    out = jax.eval_shape(load.function(None), *load.shapes())
+    out = jax.eval_shape(load.function("xla_tokens" if load.op == "kv_write" else "xla"), *load.shapes())
     assert jax.tree.leaves(out)[0].shape == load.shapes()[0 if load.op == "kv_write" else 1].shape
     assert load.spec.dtype == load.dtype and load.spec.tokens == 3 * load.new
     assert dataclasses.replace(load, rows=4).name != load.name
+
+
+@pytest.mark.parametrize(
+    ("load", "floor"),
+    [
+        (Quantized(3, 100, 40), 2 * 3 * 140 + 40 * 100 + 4 * 40),
+        (Quantized(3, 100, 40, "float32", int8_activations=True), 4 * 3 * 140 + 40 * 100 + 4 * 40),
+        (Quantized(3, 100, 40, group=32, zeros=True), 2 * 3 * 140 + 40 * 64 + 2 * 2 * 40 * (4 + 1)),
+        (Grouped(2, 100, 40, experts=1), 2 * 2 * 140 + 2 * 100 * 40 + 4),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_products(load, floor: int):
+    assert load.bytes_floor == floor and load.flops == 2 * load.tokens * 100 * 40
+    args = load.arguments()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), args) == jax.tree.map(lambda x: (x.shape, x.dtype), load.shapes())
+    got = jax.jit(load.function(None))(*args)
+    assert got.shape == (load.tokens, 40) and got.dtype == load.dtype and np.isfinite(np.asarray(got, np.float32)).all()
+    assert load.spec.tokens == load.tokens == load.key.size
+    assert dataclasses.replace(load, inputs=101).name != load.name
+
+
+def test_tokens_of_experts_are_counted_and_experts_without_any_cost_nothing():
+    load = Grouped(5, 16, 8, experts=64)
+    used = int((load.sizes() > 0).sum())
+    assert load.sizes().sum() == 5 and 1 < used <= 5
+    assert load.bytes_floor == 2 * 5 * 24 + used * 2 * 16 * 8 + 4 * 64

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -14,11 +15,12 @@ import pytest
 from loopback import SMALL, STORIES
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.errors import EngineStopped
+from pagedjax.errors import EngineStopped, UserError
 from pagedjax.host.constraint import StructuredOutputsParams
 from pagedjax.host.request import Logprobs
 from pagedjax.stream import Delta
 from serving.auth import Caller
+from serving.call import known_ids
 from serving.config import ServeConfig
 from serving.errors import Refusal
 from serving.events import Ended, Event
@@ -28,6 +30,7 @@ from serving.limits import Limits
 from serving.log import LOG, TextLines, requests, setup
 from serving.reply import Pieces, Reply, weight
 from serving.server import drain, ends
+from serving.trace_context import TraceContext
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0)
 LONG = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
@@ -311,23 +314,35 @@ def test_lines_of_the_log(llm: LLM) -> None:
             frontend.observers.append(requests(prompts=prompts))
             await text_of(await frontend.submit(Call([1, 403], GREEDY, Caller("key", "tenant"), request_id="mine")))
             with pytest.raises(Refusal):
-                await frontend.submit(Call([1], replace(GREEDY, stop=("a", "b"))))
+                await frontend.submit(Call([1], replace(GREEDY, stop=("a", "b")), request_id="other", trace=trace, header_id="h"))
+            with pytest.raises(ValueError, match="not read"), frontend.reading(Caller("key", "tenant"), known_ids(trace)):
+                raise UserError("not read")
+        logging.getLogger("a library").warning("it is late")
+        logging.getLogger("a library").info("it is fine")
         return [json.loads(line) for line in lines.getvalue().splitlines()]
 
-    handlers, lines = list(LOG.handlers), io.StringIO()
+    trace = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01")
+    root = logging.getLogger()
+    handlers, lines = list(root.handlers), io.StringIO()
     try:
         for prompts in (False, True):
             with contextlib.redirect_stderr(lines):
                 setup("json")
             lines.seek(0)
             lines.truncate()
-            done, refused = asyncio.run(main(prompts))
+            done, refused, unread, library = asyncio.run(main(prompts))
             told = {name: done[name] for name in ("request_id", "tenant", "key", "prompt_tokens", "generated_tokens", "finish")}
-            assert list(told.values()) == ["mine@tenant", "tenant", "key", 2, 60, "length"] and done["seconds"] > 0
+            assert list(told.values()) == ["mine", "tenant", "key", 2, 60, "length"] and done["seconds"] > 0
             assert done.get("prompt") == ([1, 403] if prompts else None)
             assert (refused["message"], refused["code"]) == ("refused", "too_many_stops")
+            ids = [refused.get(name) for name in ("request_id", "header_id", "trace_id")]
+            assert ids == ["other", "h", "a" * 32] and "trace_id" not in done
+            told = [unread.get(name) for name in ("message", "code", "why", "trace_id", "tenant", "key", "request_id")]
+            assert told == ["refused", "invalid_argument", "not read", "a" * 32, "tenant", "key", None]
+            assert (library["level"], library["message"]) == ("warning", "it is late")
     finally:
-        LOG.handlers[:], LOG.propagate = handlers, True
+        root.handlers[:] = handlers
+        logging.captureWarnings(False)
     record = LOG.makeRecord("x", 20, "f", 1, "request", (), None, extra={"fields": {"a": "b c", "n": 1}})
     assert TextLines("%(levelname)s %(message)s").format(record) == "INFO request a='b c' n=1"
 

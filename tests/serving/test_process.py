@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import grpc
 import pytest
 from loopback import STORIES
 
+from pagedjax.commands.serve import process_age
 from serving.proto.pagedjax.v1 import inference_pb2 as pb
 from serving.proto.pagedjax.v1.inference_pb2_grpc import InferenceStub
 
@@ -51,18 +53,35 @@ def process(cache: str, *args: str) -> Iterator[tuple[subprocess.Popen[str], Any
     )
     assert server.stderr is not None
     try:
-        address = None
+        address, before = None, []
         for line in server.stderr:
-            if found := re.search(r"ready: .* at ([^ \"]+)", line):
+            said = json.loads(line)["message"]  # each line is JSON, those of the start, too
+            before.append(said)
+            if found := re.search(r"ready: .* at (\S+)", said):
                 address = found[1]
                 break
         assert address is not None, f"it ended with {server.wait()}"
+        assert process_age() is None or any("to a first token" in line for line in before)
         with grpc.insecure_channel(address) as channel:
             yield server, InferenceStub(channel)
     finally:
         server.kill()
         server.wait()
         server.stderr.close()
+
+
+@pytest.mark.skipif(process_age() is None, reason="needs Linux's /proc")
+def test_the_age_of_a_process() -> None:
+    before = time.monotonic()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = time.monotonic()
+    try:
+        time.sleep(0.1)
+        least = time.monotonic() - started
+        age = process_age(Path(f"/proc/{child.pid}/stat"))
+        assert age is not None and least <= age + 0.02 and age <= time.monotonic() - before + 0.02  # it is known to 10 ms
+    finally:
+        child.communicate()
 
 
 def messages(server: subprocess.Popen[str]) -> list[dict[str, Any]]:

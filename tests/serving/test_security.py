@@ -66,8 +66,10 @@ def request(text: str = "Once", **fields: Any) -> Any:
     return pb.GenerateRequest(prompts=[pb.Prompt(text=text)], params=pb.SamplingParams(temperature=0, max_tokens=4), **fields)
 
 
-def test_nobody_without_a_key(channel: grpc.Channel) -> None:
-    stub = InferenceStub(channel)
+def test_nobody_without_a_key(server: Server, channel: grpc.Channel) -> None:
+    """And whoever tries is told to observers, in the client's trace."""
+    stub, seen = InferenceStub(channel), []
+    server.frontend.observers.append(seen.append)
     for metadata, message in (
         ((), "an API key is needed: authorization: Bearer KEY"),
         ((("authorization", "Bearer nonsense"),), "the API key is not known"),
@@ -77,6 +79,12 @@ def test_nobody_without_a_key(channel: grpc.Channel) -> None:
             with pytest.raises(grpc.RpcError, match=message) as caught:
                 call(metadata)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(grpc.RpcError):
+        stub.Generate(request(), metadata=(("traceparent", f"00-{'a' * 32}-{'b' * 16}-01"),))
+    server.frontend.observers.remove(seen.append)
+    assert [(event.refusal.code, event.ids) for event in seen] == [("unauthenticated", {})] * 6 + [
+        ("unauthenticated", {"trace_id": "a" * 32})
+    ]
     for metadata in (bearer("alice"), (("x-api-key", "key-alice"),)):
         assert stub.Generate(request(), metadata=metadata).completions
     health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())  # whoever asks after health has no key

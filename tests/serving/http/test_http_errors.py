@@ -16,11 +16,12 @@ from pagedjax import LLM
 from pagedjax.errors import QueueFull
 from pagedjax.host.request import SamplingParams
 from serving.auth import Key, Keys
-from serving.events import Ended
+from serving.events import Ended, Refused
 from serving.http.forms import GUIDED
 from serving.http.requests import ChatRequest, CompletionRequest, Conversation, Harmless, Sampling
 from serving.http.sampling import SAME_NAME, sampling_params
 from serving.limits import Limits
+from serving.log import FIELDS, LOG
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -185,12 +186,16 @@ def test_an_overload_says_when_to_come_back(server: Server, client: httpx.Client
         assert response.headers["retry-after"] == "3" and response.json()["error"]["type"] == "rate_limit_error"
 
 
-def test_an_error_of_ours_keeps_its_words(server: Server, client: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_ours_keeps_its_words(
+    server: Server, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a secret")
 
     monkeypatch.setattr(server.frontend, "tokenize", broken)
-    response = client.post("/tokenize", json={"prompt": "a"})
+    response = client.post("/tokenize", json={"prompt": "a"}, headers={"x-request-id": "mine"})
+    records = [record for record in caplog.records if record.name == LOG.name]
+    assert [(r.getMessage(), vars(r)[FIELDS]) for r in records] == [("an answer failed", {"header_id": "mine"})]
     refused(response, 500, "an error of the server's own", None)
     assert "secret" not in response.text and response.json()["error"]["type"] == "server_error"
 
@@ -225,6 +230,8 @@ def test_keys(chat_llm: LLM):
         assert client.get("/v1/models", headers={"x-api-key": "a"}).status_code == 200
         gateway = {"authorization": "Bearer b", "x-tenant": "blue", "x-priority": "-3"}
         assert client.post(TEXT, json=body, headers=gateway).status_code == 200
+        codes = [event.refusal.code for event in server.events if isinstance(event, Refused)]
+        assert codes == ["unauthenticated"] * 4 + ["permission_denied"] * 2
         requests = [event.request for event in server.events if isinstance(event, Ended)]
         assert [(r.service.tenant, r.service.priority, r.salt) for r in requests] == [("red", 0, "red"), ("blue", -3, "blue")]
 

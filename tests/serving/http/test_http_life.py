@@ -130,7 +130,7 @@ def test_ids_of_requests(server: Server, client: httpx.Client):
     trace = "0af7651916cd43dd8448eb211c80319c"
     for parent, told in ((f"00-{trace}-b7ad6b7169203331-01", trace), (f"00-{trace}", "")):
         client.post("/v1/completions", json=body, headers={"traceparent": parent})
-        assert ended(server)[-1].trace_id == told
+        assert ended(server)[-1].call.trace.trace_id == told
 
 
 def test_a_server_without_its_model():

@@ -10,7 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sse import stream
 
 from pagedjax import LLM
+from pagedjax.errors import UserError
 from pagedjax.host.histogram import Histogram
+from serving.config import ServeConfig
 from serving.metrics import one_two_five
 
 # By what llm-d, inference-perf and vLLM's boards ask for.
@@ -22,7 +24,8 @@ NAMES = {
     *("vllm:request_time_per_output_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds"),
     *("vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds", "vllm:request_inference_time_seconds"),
     *("vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:request_params_n", "vllm:request_params_max_tokens"),
-    *("vllm:request_max_num_generation_tokens", "vllm:iteration_tokens_total"),
+    *("vllm:request_max_num_generation_tokens", "vllm:iteration_tokens_total", "vllm:request_prefill_kv_computed_tokens"),
+    *("vllm:prompt_tokens_by_source", "vllm:engine_sleep_state"),
     *("pagedjax:compilations", "pagedjax:bucket_padding_ratio", "pagedjax:step_seconds", "pagedjax:blocks", "pagedjax:waste_slots"),
 }
 OLD = ("vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds")
@@ -93,9 +96,14 @@ def test_values_follow_the_requests(fresh: Server):
     assert more("vllm:generation_tokens_total") >= more("vllm:request_generation_tokens_sum")
     for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time", "request_prefill_time", "request_decode_time"):
         assert more(f"vllm:{name}_seconds_count") == 5
-    assert more("vllm:e2e_request_latency_seconds_sum") >= more("vllm:time_to_first_token_seconds_sum") > 0
-    parts = sum(more(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode"))
-    assert parts == pytest.approx(more("vllm:e2e_request_latency_seconds_sum"))
+    whole, decode = more("vllm:e2e_request_latency_seconds_sum"), more("vllm:request_decode_time_seconds_sum")
+    assert whole - decode == pytest.approx(more("vllm:time_to_first_token_seconds_sum"))
+    assert (
+        whole > sum(more(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")) > 0
+    )  # and to tokenize
+    assert more("vllm:request_prefill_kv_computed_tokens_sum") == prompts - cached
+    assert more("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == cached
+    assert more("vllm:prompt_tokens_by_source_total") == prompts
     assert more("vllm:request_params_n_sum") == 6 and more("vllm:request_params_max_tokens_sum") == 4 * 9 + 5
     assert more("vllm:inter_token_latency_seconds_count") >= made - 6 * 2
     assert more("vllm:iteration_tokens_total_sum") == more("pagedjax:computed_tokens_total") > prompts - cached
@@ -103,8 +111,31 @@ def test_values_follow_the_requests(fresh: Server):
     assert more("vllm:prefix_cache_hits_total") >= cached
     assert more("pagedjax:padding_tokens_total") > 0 and 0 < page("pagedjax:bucket_padding_ratio") < 1
     assert page("pagedjax:refused_requests_total", code="prompt_too_long") == 1
+    answered = {status: page("http_requests_total", handler="/v1/completions", status=status) for status in ("2xx", "4xx")}
+    assert answered == {"2xx": 5, "4xx": 1} and page("http_requests_total") == 6 == page("http_request_duration_seconds_count")
     assert [page(f"vllm:{n}") for n in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")] == [0, 0, 0]
     assert sum(page("pagedjax:blocks", state=s) for s in ("used", "shared", "cached", "free")) == page("pagedjax:blocks")
+
+
+def test_what_is_refused_unread_is_counted(fresh: Server):
+    """By its body, its parameters or its key; and a path that is not there is an answer, too."""
+    with fresh.client() as client:
+        for body in ({"prompt": "a", "no_such_field": 1}, {"prompt": "a", "temperature": -1}, {"prompt": "a", "model": "another"}):
+            assert client.post("/v1/completions", json=body).status_code in (400, 404)
+        assert client.post("/v1/responses", json={"input": "a", "background": True}).status_code == 400
+        assert client.get("/v1/nothing").status_code == 404
+        page = Page(client)
+    name = "pagedjax:refused_requests_total"
+    assert page(name, code="invalid_argument") == 2 and page(name, code="model_not_found") == page(name, code="unsupported") == 1
+    assert page("http_requests_total", handler="none", status="4xx") == 1
+
+
+def test_the_prefix_may_be_our_own(chat_llm: LLM):
+    with running(chat_llm, metrics_prefix="pagedjax") as server, server.client() as client:
+        names = set(Page(client).families)
+    assert {name.replace("vllm:", "pagedjax:") for name in NAMES} <= names and not [n for n in names if n.startswith("vllm:")]
+    with pytest.raises(UserError, match="metrics_prefix must be vllm or pagedjax; got 'other'"):
+        ServeConfig(metrics_prefix="other")  # pyright: ignore[reportArgumentType]
 
 
 def test_gauges_while_requests_run(server: Server, client: httpx.Client, slow_steps: None):
