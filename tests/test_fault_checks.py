@@ -13,8 +13,10 @@ from google.rpc import status_pb2
 from bench.errors import DETAILS, Told, of_grpc, of_http
 from bench.faults import checks
 from bench.faults.checks import MIB, Verdict
+from bench.faults.jobs import make_jobs
 from bench.faults.process import errors_in, flags, metrics_of
 from bench.faults.records import Answer, End, Outcome, Poll, Rest, Sample, Usage
+from pagedjax.errors import UserError
 from serving.errors import Refusal
 from serving.rpc import status
 
@@ -231,6 +233,17 @@ JSON = {"content-type": "application/json"}
 )
 def test_errors_over_http(status: int, headers: dict[str, str], content: bytes, says: str) -> None:
     assert re.search(says, of_http(status, headers, content).wrong)
+
+
+@pytest.mark.parametrize("context", [256, 2048])
+def test_all_that_is_asked_fits(context: int) -> None:
+    jobs = make_jobs(512, context, 0, text=True)
+    every = [job for each in jobs.values() for job in each]
+    assert all(len(job.prompt) + job.max_tokens <= context and max(job.prompt, default=0) < 512 for job in every)
+    assert max(len(job.prompt) for job in every) == context - 1 and len({job.name for job in every}) == len(every)
+    assert make_jobs(512, context, 0, text=True) == jobs != make_jobs(512, context, 1, text=True)
+    with pytest.raises(UserError, match="the context must be 256 tokens at least; got 128"):
+        make_jobs(512, 128, 0, text=True)
 
 
 def test_what_is_read_of_a_process() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.faults.records import Answer, Job
 from pagedjax import LLM, SamplingParams
+from pagedjax.errors import check
 from pagedjax.host.constraint import StructuredOutputsParams
 from pagedjax.llm import RequestOutput
 
@@ -17,8 +18,8 @@ TEXTS = ("Once upon a time", "The little dog saw a", "Lily and Tom went to the p
 
 def make_jobs(vocab: int, context: int, seed: int, *, text: bool) -> dict[str, list[Job]]:
     """By kind of the mix. `context`: the longest prompt with its answer, tokens. `text`: the model has a tokenizer."""
-    rng = random.Random(seed)
-    unit = max(4, context // 64)
+    check(context >= 256, f"the context must be 256 tokens at least; got {context}")
+    rng, unit = random.Random(seed), context // 64
 
     def prompt(tokens: int) -> tuple[int, ...]:
         return tuple(rng.randrange(3, vocab) for _ in range(tokens))
@@ -39,9 +40,7 @@ def make_jobs(vocab: int, context: int, seed: int, *, text: bool) -> dict[str, l
     longest = [Job(f"longest-{i}", prompt(context - 1), max_tokens=1) for i in range(2)]
     jobs["longest"] = [*longest, replace(longest[0], name="longest-scored", logprobs=5)]
     jobs["slow"] = [Job(f"slow-{i}", prompt(unit), max_tokens=context // 2, n=8, logprobs=20) for i in range(2)]
-    jobs["long"] = (
-        some("long", 4, 4 * unit) if context < 64 else [Job(f"long-{i}", prompt(unit), max_tokens=context // 2) for i in range(4)]
-    )
+    jobs["long"] = [Job(f"long-{i}", prompt(unit), max_tokens=context // 2) for i in range(4)]
     if text:
         answers += [Job(f"text-{i}", (), text, max_tokens=2 * unit) for i, text in enumerate(TEXTS)]
         forms = [schema_of(names) for names in (("a",), ("size", "b"), ("one", "two"))]

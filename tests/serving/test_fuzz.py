@@ -28,8 +28,8 @@ def run(llm: LLM, count: int, seed: int = 0, **options: Any) -> Report:
 
 
 def test_no_request_is_answered_by_an_error_of_ours(own_llm: LLM) -> None:
-    report = run(own_llm, 600, seed=20261130)
-    assert report.wrong == [] and report.total == 600 and report.checks >= 2
+    report = run(own_llm, 1500, seed=20261130)
+    assert report.wrong == [] and report.total == 1500 and report.checks >= 3
     assert {"gRPC", "HTTP", "HTTP over a socket"} == set(report.counts)
     assert {"200", "400 invalid_argument"} < set(report.counts["HTTP"])
     assert {"OK", "INVALID_ARGUMENT invalid_argument"} < set(report.counts["gRPC"])
