@@ -9,6 +9,7 @@
 # make aot     compile kernels and whole steps for TPU and GPU, without one (0.8 GB of compilers; make aot-short is what CI runs)
 # make kernels all cases of the kernels in their interpreters
 # make gpu-checks  on a machine with a GPU: the kernels' tests and benchmark; docs/kernels/<device>.json has what was measured
+# make faults  ten minutes of too much load on a server, with clients that misbehave; make fuzz: 100,000 requests that are wrong
 # make bench   bench/offline.py on the demo's model
 # make experiments  replay traffic through the scheduler for docs/scheduling.md: figures and pictures (half an hour, no model)
 # make clean   remove all that these made
@@ -23,8 +24,8 @@ GGUF := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 # Trust what the system trusts: some networks have a certificate of their own.
 export UV_SYSTEM_CERTS ?= true
 
-.PHONY: demo test acceptance acceptance-short lint audit models vocabs install protos aot aot-short kernels gpu-checks bench experiments \
-  clean
+.PHONY: demo test acceptance acceptance-short lint audit models vocabs install protos aot aot-short kernels gpu-checks bench faults fuzz \
+  experiments clean
 
 # --- environment ---------------------------------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ $(NPM)/ready: tests/acceptance/openai_npm/package.json
 	else echo "no npm here: the tests of OpenAI's client for JavaScript will be skipped"; fi
 
 # Tests are written for CPU (they simulate several devices); the rest runs on what JAX finds.
-test acceptance acceptance-short lint aot aot-short kernels: export JAX_PLATFORMS ?= cpu
+test acceptance acceptance-short lint aot aot-short kernels faults fuzz: export JAX_PLATFORMS ?= cpu
 
 # --- what people run -----------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,13 @@ audit: .venv/ready
 
 bench: .venv/ready $(GGUF)
 	$(PY) -m bench.offline $(GGUF)
+
+STORIES := tests/golden/stories260K
+faults: .venv/ready
+	$(PY) -m bench.faults $(STORIES)
+
+fuzz: .venv/ready
+	$(PY) -m bench.fuzz $(STORIES)
 
 # What docs/scheduling.md says, measured anew: bench/results has the lines, docs/img the pictures.
 RESULTS := bench/results

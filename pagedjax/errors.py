@@ -17,6 +17,15 @@ class EngineStopped(RuntimeError):
     """The engine's thread has ended, by an error or because it was closed: what was asked of it will not be answered."""
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be written: JSON may bring half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check(ok: bool, message: str) -> None:
     """Raises UserError(message) unless ok."""
     if not ok:

@@ -21,7 +21,7 @@ from pagedjax.config import EngineConfig, resolve, with_options
 from pagedjax.device.compile import open_compile_cache
 from pagedjax.device.sharding import make_mesh
 from pagedjax.engine import Engine, Progress
-from pagedjax.errors import QueueFull, UserError, check
+from pagedjax.errors import QueueFull, UserError, check, is_unicode
 from pagedjax.host.request import FinishReason, Logprobs, Request, SamplingParams, Service, Usage
 from pagedjax.loop import EngineLoop
 from pagedjax.stream import Stream
@@ -132,7 +132,8 @@ class LLM:
         params = sampling_params or self.get_default_sampling_params()
         plain, _ = plain_prompt(prompt)
         salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
-        check(isinstance(salt, str), f"cache_salt must be a string; got {salt!r}")
+        check(isinstance(salt, str), f"cache_salt must be a string; got {salt!r:.80}")
+        check(is_unicode(salt), f"cache_salt must be valid Unicode; got {salt!r:.80}")
         ids = tuple(self._tokenizer("a text prompt").encode(plain)) if isinstance(plain, str) else tuple(plain)
         words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
@@ -218,7 +219,7 @@ class LLM:
     ) -> tuple[int, ...]:
         """Token ids of a conversation in the model's chat template, to which `chat_template_kwargs` are further variables."""
         variables = dict(chat_template_kwargs or {})
-        taken = sorted({"messages", "tools", "add_generation_prompt"} & set(variables))
+        taken = sorted({"self", "messages", "tools", "add_generation_prompt", "template"} & set(variables))
         check(not taken, f"chat_template_kwargs must not hold what has an argument of its own; got {', '.join(taken)}")
         template = variables.pop("chat_template", None)  # the name of one, where a model has several
         tokenizer = self._tokenizer("chat")
@@ -296,8 +297,8 @@ def plain_prompt(prompt: AnyPrompt) -> tuple[Prompt, str | None]:
     if isinstance(prompt, str):
         return prompt, prompt
     ids: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [prompt]
-    right = all(isinstance(i, numbers.Integral) for i in ids)
-    check(right, f"a prompt must be a text, token ids or an object with either; got {prompt!r:.80}")
+    if not all(isinstance(i, numbers.Integral) for i in ids):  # what is long is not spelled out unless it is wrong
+        raise UserError(f"a prompt must be a text, token ids or an object with either; got {prompt!r:.80}")
     return [int(i) for i in ids], text
 
 

@@ -175,8 +175,9 @@ class Frontend:
         llm = self.llm
         if call.model not in ("", self.model_name):
             raise Refusal("model_not_found", f"the model served here is {self.model_name!r}; got {call.model!r}", param="model")
-        if len(call.request_id) > LONGEST_ID or not call.request_id.isprintable():
-            raise Refusal("invalid_argument", f"a request id must be at most {LONGEST_ID} printable characters", param="request_id")
+        if len(call.request_id) > LONGEST_ID or not (call.request_id.isascii() and call.request_id.isprintable()):
+            rule = f"a request id must be at most {LONGEST_ID} printable ASCII characters"  # it becomes a header
+            raise Refusal("invalid_argument", rule, param="request_id")
         limits = self.config.limits
         if limits.max_streams and len(self._replies) >= limits.max_streams:
             raise Refusal("too_many_streams", f"{limits.max_streams} requests are open, which is as many as there may be")

@@ -100,13 +100,12 @@ async def merge(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, Update]]:
                 task.cancel()
         await room.put(None)
 
-    reading = asyncio.ensure_future(read_each())
+    reading, taking = asyncio.ensure_future(read_each()), None
     try:
         while True:
             taking = asyncio.ensure_future(room.get())
             await asyncio.wait((taking, reading), return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
-                taking.cancel()
                 reading.result()  # raises what a reply ended with
                 return
             item = taking.result()
@@ -115,3 +114,5 @@ async def merge(replies: Sequence[Reply]) -> AsyncGenerator[tuple[int, Update]]:
             yield item
     finally:
         reading.cancel()
+        if taking is not None:
+            taking.cancel()

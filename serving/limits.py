@@ -76,7 +76,7 @@ def check_form(limits: Limits, form: StructuredOutputsParams) -> None:
         text = said if isinstance(said, str) else json.dumps(said) if isinstance(said, Mapping) else "\n".join(said)
     except RecursionError:
         raise Refusal("form_too_deep", "a form is nested deeper than Python can go", param="structured_outputs") from None
-    most, size = limits.max_form_bytes, len(text.encode())
+    most, size = limits.max_form_bytes, len(text.encode("utf-8", "surrogatepass"))
     check_limit(not most or size <= most, "form_too_large", f"a form may have {most} bytes; got {size}", "structured_outputs")
     most, levels = limits.max_form_depth, depth(text)
     check_limit(

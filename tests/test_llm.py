@@ -325,6 +325,8 @@ def test_a_salt_keeps_cached_prefixes_apart(llm: LLM) -> None:
     assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached()] == [0, size, 0, size, size]
     with pytest.raises(UserError, match="cache_salt must be a string; got 3"):
         cached(cache_salt=3)
+    with pytest.raises(UserError, match=r"cache_salt must be valid Unicode; got '\\ud800'"):
+        cached(cache_salt="\ud800")  # taken, it would end the engine's thread, which hashes it
 
 
 def test_chat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,11 @@ def test_a_mask_that_leaves_nothing_ends_the_sequence(llm: LLM):
         (lambda: StructuredOutputsParams(regex="a", json_object=True), "exactly one of .*; got regex, json_object"),
         (lambda: StructuredOutputsParams(choice=()), r"structured_outputs.choice must hold texts that are not empty; got \(\)"),
         (lambda: StructuredOutputsParams(choice="red"), "structured_outputs.choice must be a list of texts; got 'red'"),
+        (lambda: StructuredOutputsParams(regex="a\ud800"), "structured_outputs.regex must be valid Unicode; got "),
+        (
+            lambda: StructuredOutputsParams(choice=("a", "\ud800")),
+            "structured_outputs.choice must hold texts of valid Unicode; got ",
+        ),
         (lambda: StructuredOutputsParams(regex=3), "structured_outputs.regex must be a string; got 3"),  # type: ignore[arg-type]
         (lambda: StructuredOutputsParams(json=[1]), "structured_outputs.json must be a JSON schema"),  # type: ignore[arg-type]
         (lambda: SamplingParams(structured_outputs="x"), "structured_outputs must be a StructuredOutputsParams; got str"),  # type: ignore[arg-type]

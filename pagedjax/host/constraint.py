@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from pagedjax.errors import check
+from pagedjax.errors import check, is_unicode
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
@@ -63,6 +63,7 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             check(value is None or isinstance(value, str), f"structured_outputs.{name} must be a string; got {value!r:.80}")
+            check(value is None or is_unicode(value), f"structured_outputs.{name} must be valid Unicode; got {value!r:.80}")
         if self.choice is not None:
             check(not isinstance(self.choice, str), f"structured_outputs.choice must be a list of texts; got {self.choice!r:.80}")
             object.__setattr__(self, "choice", tuple(self.choice))
@@ -71,3 +72,5 @@ class StructuredOutputsParams:
                 bool(self.choice) and right,
                 f"structured_outputs.choice must hold texts that are not empty; got {self.choice!r:.80}",
             )
+            valid = all(map(is_unicode, self.choice))
+            check(valid, f"structured_outputs.choice must hold texts of valid Unicode; got {self.choice!r:.80}")

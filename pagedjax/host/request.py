@@ -1,6 +1,5 @@
 """What a user asks for and what the engine answers: plain values, no behaviour beyond their own checks."""
 
-import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from pagedjax.limits import NUM_BAD_STRINGS, NUM_BIASES, NUM_LOGPROBS, NUM_STOP_
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "constraint"]  # the last: no token was left that it allows
 
-LARGEST = 3.4e38  # the device computes in single precision
+LARGEST = 3.4e38  # the device computes in single precision,
+LARGEST_INTEGER = 2**30 - 1  # and counts in 32 bits, a prompt and its answer together
 # Fields of SamplingParams.
 INTEGERS = ("n", "min_tokens", "top_k", "beam_width")
 INTEGERS_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
@@ -79,6 +79,9 @@ class SamplingParams:
         self._check_types()
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        for name in ("max_tokens", "min_tokens", "top_k"):
+            value = getattr(self, name)
+            check(value is None or value <= LARGEST_INTEGER, f"{name} must be below 2^30; got {value}")
         check(1 <= self.n <= 128, f"n must be between 1 and 128; got {self.n}")
         check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1; got {self.max_tokens}")
         check(self.min_tokens >= 0, f"min_tokens must not be negative; got {self.min_tokens}")
@@ -99,8 +102,6 @@ class SamplingParams:
         )
         check(self.seed is None or 0 <= self.seed < 2**64, f"seed must be in [0, 2^64); got {self.seed}")
         check(len(self.logit_bias) <= NUM_BIASES, f"logit_bias may hold {NUM_BIASES} tokens; got {len(self.logit_bias)}")
-        worst = max(self.logit_bias.values(), key=abs, default=0.0)
-        check(abs(worst) <= 100, f"logit_bias values must be in [-100, 100]; got {worst}")
         check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids must not be empty; got ()")
         check(len(self.bad_words) <= NUM_BAD_STRINGS, f"bad_words may hold {NUM_BAD_STRINGS} words; got {len(self.bad_words)}")
         check(all(self.bad_words), "bad_words must not hold an empty string")
@@ -187,7 +188,8 @@ class SamplingParams:
         bias = {} if self.logit_bias is None else self.logit_bias
         check(isinstance(bias, Mapping), f"logit_bias must map token ids to numbers; got {bias!r}")
         for value in bias.values():
-            check(_is_number(value) and not math.isnan(value), f"logit_bias values must be numbers; got {value!r}")
+            check(_is_number(value) and value == value, f"logit_bias values must be numbers; got {value!r}")
+            check(abs(value) <= 100, f"logit_bias values must be in [-100, 100]; got {value}")
         object.__setattr__(self, "logit_bias", {integer("each token of logit_bias", k): float(v) for k, v in bias.items()})
 
 

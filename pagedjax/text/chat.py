@@ -83,5 +83,5 @@ def pick_template(templates: Mapping[str, str], name: str | None, *, has_tools: 
     check(len(templates) > 0, "a chat needs a chat template, and this tokenizer has none; send a prompt, or give a template")
     if name is None:
         name = "tool_use" if has_tools and "tool_use" in templates else "default"
-    check(name in templates, f"the chat template must be one of {sorted(templates)}; got {name!r}")
+    check(isinstance(name, str) and name in templates, f"the chat template must be one of {sorted(templates)}; got {name!r:.80}")
     return templates[name]

@@ -9,7 +9,7 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
-from pagedjax.errors import check
+from pagedjax.errors import UserError, check
 from pagedjax.text.tokenizer import Tokenizer
 
 SPACES = r"( |\n {0,20})?"  # between the parts of JSON, unless a schema says otherwise: weak models never stop writing them
@@ -22,14 +22,21 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, stop_ids: Iterable[int]):
         """stop_ids: those of the model; a text ends with any of them where its grammar lets it end."""
         self._stop_ids = sorted(set(stop_ids))
+        self._words = -(-tokenizer.vocab_size // 32)  # of a mask
         self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer, self._stop_ids)))
 
     def compile(self, kind: Kind, form: Any, allowed: Sequence[int] | None = None) -> "Grammar":
         """Of a JSON schema (text or object), a regular expression, one of several texts, or a grammar in Lark's notation or GBNF.
         allowed: token ids besides which none may come. UserError where it cannot be compiled, or where nothing satisfies it."""
-        matcher = llguidance.LLMatcher(self._vocabulary, _source(kind, form), log_level=0)
-        check(not matcher.is_error(), f"structured_outputs.{kind} must be one that compiles; got: {_reason(matcher.get_error())}")
-        made = Grammar(matcher, self._stop_ids, None if allowed is None else _bits(allowed))
+        rule = f"structured_outputs.{kind} must be one that compiles"
+        try:
+            matcher = llguidance.LLMatcher(self._vocabulary, _source(kind, form), log_level=0)
+        except UserError:
+            raise
+        except ValueError as error:  # of a schema that is no JSON to llguidance: with NaN, or half of a surrogate pair
+            raise UserError(f"{rule}; got: {_reason(str(error))}") from None
+        check(not matcher.is_error(), f"{rule}; got: {_reason(matcher.get_error())}")
+        made = Grammar(matcher, self._stop_ids, None if allowed is None else _bits(allowed, self._words))
         check(
             bool(made.mask().any()),
             f"structured_outputs.{kind} must allow at least one token at the start; got one that allows none",
@@ -138,7 +145,7 @@ def _schema(form: str | Mapping[str, Any]) -> str:
     except ValueError as error:
         check(False, f"structured_outputs.json must be a JSON schema; got text that is no JSON ({error})")
         raise
-    check(isinstance(parsed, dict | bool), f"structured_outputs.json must be a JSON object; got {form!r:.80}")
+    check(isinstance(parsed, dict), f"structured_outputs.json must be a JSON object; got {form!r:.80}")
     return json.dumps(parsed)
 
 
@@ -147,9 +154,9 @@ def _reason(text: str) -> str:
     return " ".join(text.strip().splitlines()[:1])[:300] or "no reason"
 
 
-def _bits(tokens: Sequence[int]) -> np.ndarray:
-    """u32 words with a bit for each token."""
-    ids = np.asarray(tokens, np.uint32)
-    words = np.zeros(int(ids.max()) // 32 + 1, np.uint32)
+def _bits(tokens: Sequence[int], size: int) -> np.ndarray:
+    """u32[size]: a bit for each token; those that it has no bit for spell nothing."""
+    ids = np.asarray([token for token in tokens if 0 <= token < 32 * size], np.uint32)
+    words = np.zeros(size, np.uint32)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % np.uint32(32)))
     return words

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import uvicorn
@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.errors import UserError
@@ -24,6 +24,7 @@ from serving.errors import Refusal
 from serving.frontend import Frontend
 from serving.http import chat, completions, responses, status, text
 from serving.http.failures import failure
+from serving.http.shapes import to_json
 from serving.http.site import Site, get_site
 from serving.http.traffic import Traffic
 from serving.metrics import Requests
@@ -62,7 +63,7 @@ def make_app(frontend: Frontend, keys: Keys) -> ASGIApp:
     return traffic
 
 
-async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+async def _answer_error(request: Request, error: Exception) -> Response:
     """Of a request that no endpoint has seen: what its headers and its body say is checked before."""
     ids = known_ids(trace_context(request.headers.items()), header_id=request.headers.get("x-request-id", ""))
     failed = failure(error, ids)
@@ -70,7 +71,12 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
         error = Refusal("invalid_argument", failed.body["error"]["message"])
     if isinstance(error, Refusal | UserError):
         get_site(request).frontend.refuse(error, Caller(), ids)
-    return JSONResponse(failed.body, failed.status, dict(failed.headers))
+    return _json(failed.status, failed.body, failed.headers)
+
+
+def _json(status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> Response:
+    """In ASCII: a message may repeat what a request said, which may be no Unicode."""
+    return Response(to_json(body), status, dict(headers), "application/json")
 
 
 class WholeBody:
@@ -93,7 +99,7 @@ class WholeBody:
                 error = Refusal("message_too_large", f"a body may have {self._most} bytes")
                 failed = failure(error)
                 headers = {**failed.headers, "connection": "close"}  # the rest of the body is still on its way
-                await JSONResponse(failed.body, failed.status, headers)(scope, receive, send)
+                await _json(failed.status, failed.body, headers)(scope, receive, send)
                 return
             if not message.get("more_body", False):
                 break

@@ -34,6 +34,8 @@ def failure(error: Exception, ids: Mapping[str, str] | None = None) -> Failure:
     """Any error. What is ours is logged, with the request's ids, and keeps its words to itself."""
     if isinstance(error, RequestValidationError):
         return _failure(400, *_validation(error), code="invalid_argument")
+    if isinstance(error, HTTPException) and error.status_code == 400:  # no UTF-8, too deep, or a number with too many digits
+        return _failure(400, f"the body must be JSON that can be read; {error.detail}", None, code="invalid_argument")
     if isinstance(error, HTTPException):
         return _failure(error.status_code, str(error.detail), None, code=None, headers=error.headers)
     told = refusal(error)

@@ -8,13 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
-from pagedjax.errors import check
+from pagedjax.errors import UserError
 
-# The first wrong entry of a list is enough: a body may hold millions.
-type Integers = Annotated[list[int], FailFast()]
-type Strings = Annotated[list[str], FailFast()]
-type Objects = Annotated[list[dict[str, Any]], FailFast()]
-MOST_NESTED = 128  # levels of a schema; the limit that can be set is below
+MOST_NESTED = 128  # levels of what may hold anything; the limit that can be set for schemas is below
 BIAS = {"type": "object", "additionalProperties": {"type": "number"}}
 PROMPT = {
     "anyOf": [
@@ -26,18 +22,22 @@ PROMPT = {
 }
 
 
-def _check_nesting(schema: Any) -> Any:
-    """What follows a schema's parts does so by recursion."""
-    level = [schema] if isinstance(schema, dict) else []
+def _check_nesting(value: Any) -> Any:
+    """What follows its parts, here and in templates, does so by recursion."""
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MOST_NESTED):
         level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
         level = [part for part in level if isinstance(part, dict | list)]
         if not level:
-            return schema
+            return value
     raise ValueError(f"nested more than {MOST_NESTED} levels")
 
 
-type Schema = Annotated[dict[str, Any], AfterValidator(_check_nesting)]
+# The first wrong entry of a list is enough: a body may hold millions.
+type Integers = Annotated[list[int], FailFast()]
+type Strings = Annotated[list[str], FailFast()]
+type Object = Annotated[dict[str, Any], AfterValidator(_check_nesting)]
+type Objects = Annotated[list[Object], FailFast()]
 type SchemaOrText = Annotated[str | dict[str, Any], AfterValidator(_check_nesting)]
 
 
@@ -67,7 +67,7 @@ class JsonSchema(Fields):
 
     name: str
     description: str | None = None
-    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    schema_: Annotated[Object | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -135,12 +135,13 @@ class Message(BaseModel):
 
     role: str
     content: str | Objects | None = None
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_check_nesting)]] = Field(init=False)
 
 
 class Function(Fields):
     name: str
     description: str | None = None
-    parameters: Schema | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -159,14 +160,14 @@ class Conversation(Fields):
     messages: Messages
     tools: Tools | None = None
     add_generation_prompt: bool | None = None  # None: true
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
 
 
 class ChatRequest(Sampling, Conversation):
     max_completion_tokens: int | None = None  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Object | None = None
     parallel_tool_calls: bool | None = None  # None: true
 
 
@@ -184,7 +185,7 @@ class TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    schema_: Annotated[Object | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -210,12 +211,12 @@ class ResponsesRequest(Harmless):
     include: Strings | None = None
     text: Text | None = None
     tools: Objects | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Object | None = None
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     service_tier: Literal["auto", "default", "flex"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
 
 
 class TokenizeRequest(Fields):
@@ -226,7 +227,7 @@ class TokenizeRequest(Fields):
     messages: Messages | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -241,12 +242,14 @@ def as_prompts(value: Any) -> list[str | tuple[int, ...]]:
     rule = "prompt must be a text, a list of token ids, or a list of either"
     if isinstance(value, str):
         return [value]
-    check(isinstance(value, list) and len(value) > 0, f"{rule}; got {value!r:.80}")
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{rule}; got {value!r:.80}")
     if _is_ids(value):
         return [tuple(value)]
     prompts: list[str | tuple[int, ...]] = []
     for prompt in value:
-        check(isinstance(prompt, str) or (isinstance(prompt, list) and _is_ids(prompt)), f"{rule}; got {prompt!r:.80} in a list")
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and _is_ids(prompt)):
+            raise UserError(f"{rule}; got {prompt!r:.80} in a list")
         prompts.append(prompt if isinstance(prompt, str) else tuple(prompt))
     return prompts
 

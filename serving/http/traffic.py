@@ -12,6 +12,7 @@ from pagedjax.host.histogram import Histogram
 from serving.metrics import WHOLE_REQUEST, histogram_metric
 
 PROBES = ("/health", "/ready", "/metrics", "/version", "/ui", "/ui/state", "/")  # asked by machines, again and again
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # a client may make up others: they share one label
 GONE = 499  # the client left before there was an answer
 
 
@@ -41,7 +42,8 @@ class Traffic:
             self._count(scope, status, time.perf_counter() - begin)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        handler, method = getattr(scope.get("route"), "path", "none"), scope["method"]
+        handler = getattr(scope.get("route"), "path", "none")
+        method = scope["method"] if scope["method"] in METHODS else "other"
         if handler in PROBES:
             return
         self._answered[handler, method, f"{status // 100}xx"] += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from pagedjax.errors import EngineStopped, UserError
 from serving.auth import Caller, Keys, authenticate
@@ -39,7 +40,7 @@ def trace(context: grpc.aio.ServicerContext) -> TraceContext:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Lets in who has a key, and turns a Refusal that a method raises into a status."""
+    """Lets in who has a key, and turns a Refusal that a method raises into a status, and so a message that cannot be read."""
 
     def __init__(self, keys: Keys, frontend: Frontend):
         self._keys, self._frontend = keys, frontend
@@ -48,16 +49,18 @@ class Guard(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(OPEN):
+        if handler is None:
             return handler
         denied = None
         metadata = handler_call_details.invocation_metadata or ()
+        ids = known_ids(trace_context(metadata))
         try:
-            with self._frontend.reading(Caller(), known_ids(trace_context(metadata))):
-                _caller.set(_authenticate(self._keys, metadata))
+            if not handler_call_details.method.startswith(OPEN):
+                with self._frontend.reading(Caller(), ids):
+                    _caller.set(_authenticate(self._keys, metadata))
         except Refusal as error:
             denied = error
-        return _guarded(handler, denied)
+        return _guarded(handler, denied, lambda error: self._frontend.refuse(error, Caller(), ids))
 
 
 def _authenticate(keys: Keys, metadata: Any) -> Caller:
@@ -69,9 +72,38 @@ def _authenticate(keys: Keys, metadata: Any) -> Caller:
     return authenticate(keys, credentials, found.get("x-tenant", ""), found.get("x-priority", ""))
 
 
-def _guarded(handler: Any, denied: Refusal | None) -> Any:
-    """The same method behind the guard; one that answers in a stream stays one, or the call would break."""
-    codec = {"request_deserializer": handler.request_deserializer, "response_serializer": handler.response_serializer}
+def _reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """What cannot be parsed is a Refusal in the message's place: raised here it would be an unknown error, with a traceback in the
+    log."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return Refusal(
+                "invalid_argument", f"a message must be protobuf of its method's type; got {len(data)} bytes that are not"
+            )
+
+    return read
+
+
+async def _readable(requests: AsyncIterator[Any], refuse: Callable[[Refusal], None]) -> AsyncIterator[Any]:
+    """The messages of a stream, up to the first that cannot be read."""
+    async for request in requests:
+        yield _read(request, refuse)
+
+
+def _read(request: Any, refuse: Callable[[Refusal], None]) -> Any:
+    if isinstance(request, Refusal):
+        refuse(request)
+        raise request
+    return request
+
+
+def _guarded(handler: Any, denied: Refusal | None, refuse: Callable[[Refusal], None]) -> Any:
+    """The same method behind the guard; one that answers in a stream stays one, or the call would break. `refuse` tells observers
+    of a message that cannot be read."""
+    codec = {"request_deserializer": _reader(handler.request_deserializer), "response_serializer": handler.response_serializer}
     if handler.response_streaming:
         inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
@@ -79,6 +111,7 @@ def _guarded(handler: Any, denied: Refusal | None) -> Any:
             try:
                 if denied is not None:
                     raise denied
+                request = _readable(request, refuse) if handler.request_streaming else _read(request, refuse)
                 async with contextlib.aclosing(inner(request, context)) as answers:
                     async for answer in answers:
                         yield answer
@@ -93,6 +126,7 @@ def _guarded(handler: Any, denied: Refusal | None) -> Any:
         try:
             if denied is not None:
                 raise denied
+            request = _readable(request, refuse) if handler.request_streaming else _read(request, refuse)
             return await inner(request, context)
         except Exception as error:
             await _tell(context, error)

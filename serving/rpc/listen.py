@@ -7,8 +7,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import _async as aio  # pyright: ignore[reportAttributeAccessIssue]  # what health.aio names
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
@@ -19,12 +18,12 @@ from serving.frontend import Frontend
 from serving.proto.pagedjax.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from serving.rpc.admin import Admin
 from serving.rpc.guard import Guard
+from serving.rpc.health import NOT_SERVING, SERVING, Health
 from serving.rpc.inference import Inference
 from serving.rpc.vllm import VllmEngine
 
 SERVED = (vllm_engine_pb2, inference_pb2, admin_pb2)  # modules whose services are here
 POLL_SECONDS = 1.0  # after which a step that hangs is seen
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def options(config: ServeConfig) -> list[tuple[str, int]]:
@@ -59,7 +58,7 @@ async def open_grpc(frontend: Frontend, keys: Keys) -> GrpcListener:
     inference_pb2_grpc.add_InferenceServicer_to_server(Inference(frontend), server)
     admin_pb2_grpc.add_AdminServicer_to_server(Admin(frontend), server)
     names = [service.full_name for file in SERVED for service in file.DESCRIPTOR.services_by_name.values()]
-    servicer = aio.HealthServicer()
+    servicer = Health()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = f"{config.host}:{config.grpc_port}"
@@ -73,16 +72,15 @@ async def open_grpc(frontend: Frontend, keys: Keys) -> GrpcListener:
     return GrpcListener(server, f"{config.host}:{port}", task)
 
 
-async def _keep_health(frontend: Frontend, servicer: aio.HealthServicer, names: Sequence[str]) -> None:
+async def _keep_health(frontend: Frontend, servicer: Health, names: Sequence[str]) -> None:
     """The services are SERVING while new requests are welcome: from when all shapes are compiled until the server drains or fails.
     The name "" is SERVING until a step fails or hangs: what should make an orchestrator restart it."""
     changed = asyncio.Event()
     frontend.on_state.append(lambda _: changed.set())
     while True:
         changed.clear()
-        await servicer.set("", SERVING if frontend.is_live() else NOT_SERVING)
-        for name in names:
-            await servicer.set(name, SERVING if frontend.state == "ready" else NOT_SERVING)
+        ready = SERVING if frontend.state == "ready" else NOT_SERVING
+        servicer.set({"": SERVING if frontend.is_live() else NOT_SERVING, **dict.fromkeys(names, ready)})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
                 await changed.wait()

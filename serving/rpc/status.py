@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 from serving.errors import Refusal
 
 DOMAIN = "pagedjax"
-LONGEST = 1000  # characters of a message; all of it travels in a header
+LONGEST = 1000  # bytes of a message: it travels in headers, up to three times, and there each byte may take three
 
 
 def details(refusal: Refusal) -> list[Message]:
@@ -24,17 +24,21 @@ def details(refusal: Refusal) -> list[Message]:
         delay = duration_pb2.Duration(seconds=whole, nanos=int((refusal.retry_after - whole) * 1e9))
         found.append(error_details_pb2.RetryInfo(retry_delay=delay))
     if refusal.grpc == "RESOURCE_EXHAUSTED":
-        violation = error_details_pb2.QuotaFailure.Violation(subject=refusal.code, description=refusal.message[:LONGEST])
+        violation = error_details_pb2.QuotaFailure.Violation(subject=refusal.code, description=_short(refusal.message))
         found.append(error_details_pb2.QuotaFailure(violations=[violation]))
     if refusal.param is not None:
-        wrong = error_details_pb2.BadRequest.FieldViolation(field=refusal.param, description=refusal.message[:LONGEST])
+        wrong = error_details_pb2.BadRequest.FieldViolation(field=refusal.param, description=_short(refusal.message))
         found.append(error_details_pb2.BadRequest(field_violations=[wrong]))
     return found
 
 
+def _short(message: str) -> str:
+    return message.encode("utf-8", "replace")[:LONGEST].decode("utf-8", "ignore")
+
+
 async def abort(context: grpc.aio.ServicerContext, refusal: Refusal) -> None:
     """Ends the call; always raises. A client that retries by itself is told how long to wait (grpc-retry-pushback-ms)."""
-    status = status_pb2.Status(code=code_pb2.Code.Value(refusal.grpc), message=refusal.message[:LONGEST])
+    status = status_pb2.Status(code=code_pb2.Code.Value(refusal.grpc), message=_short(refusal.message))
     for detail in details(refusal):
         packed = any_pb2.Any()
         packed.Pack(detail)

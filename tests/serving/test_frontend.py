@@ -25,6 +25,7 @@ from serving.config import ServeConfig
 from serving.errors import Refusal
 from serving.events import Ended, Event
 from serving.frontend import Call, Frontend
+from serving.gather import merge
 from serving.limits import Limits
 from serving.log import LOG, TextLines, requests, setup
 from serving.reply import Pieces, Reply, weight
@@ -105,6 +106,30 @@ def test_a_reader_that_is_behind_gets_one_update(llm: LLM) -> None:
             assert delta.index == index and delta.tokens == tuple(t for d in pieces for t in d.tokens)
             assert delta.text == "".join(d.text for d in pieces) and len(delta.logprobs) == 30
             assert delta.finish == "length" == pieces[-1].finish and delta.usage == pieces[-1].usage
+
+    asyncio.run(main())
+
+
+def test_leaving_several_replies_leaves_no_task(llm: LLM) -> None:
+    """While they are read, and while their reader waits for the next update."""
+
+    async def main() -> None:
+        async with frontend_of(llm) as frontend:
+            for waits in (False, True):
+                replies = [await frontend.submit(Call(prompt, LONG)) for prompt in ("Once", "Tom")]
+                updates = merge(replies)
+                await anext(updates)
+                if waits:
+                    waiting = asyncio.ensure_future(anext(updates))
+                    await asyncio.sleep(0)
+                    waiting.cancel()
+                    await asyncio.wait([waiting])
+                await updates.aclose()
+                for reply in replies:
+                    reply.close()
+                async with asyncio.timeout(10):
+                    while len(asyncio.all_tasks()) > 1:
+                        await asyncio.sleep(0.01)
 
     asyncio.run(main())
 
@@ -217,6 +242,8 @@ def test_deadlines(llm: LLM) -> None:
         (Call("Once", form(regex="(" * 9)), Limits(max_form_depth=8), "form_too_deep", "a form may be nested 8 levels; got 9"),
         (Call("Once", form(regex="(a")), Limits(), "invalid_argument", "structured_outputs.regex must be one that compiles"),
         (Call("Once", GREEDY, request_id="a\n"), Limits(), "invalid_argument", "a request id must be at most 256 printable"),
+        (Call("Once", GREEDY, request_id="é"), Limits(), "invalid_argument", "at most 256 printable ASCII characters"),
+        (Call("Once", GREEDY, cache_salt="\ud800"), Limits(), "invalid_argument", "cache_salt must be valid Unicode"),
         (Call([1, 9999], GREEDY), Limits(), "invalid_argument", "must be token ids below 512; got 9999"),
     ],
 )

@@ -103,12 +103,19 @@ def test_allowed_tokens_are_a_further_limit(grammars: Grammars, tokenizer: Token
     digits = [token for token in range(512) if tokenizer.token_bytes(token) in (b"1", b"2")]
     text = walk(grammars, tokenizer, 0, "regex", "[0-9]{4}", allowed=[*digits, 2])
     assert text is not None and re.fullmatch("[12]{4}", text)
+    beyond = walk(
+        grammars, tokenizer, 0, "regex", "[0-9]{4}", allowed=[*digits, 2, -1, 2**32 - 1, 10**30]
+    )  # a bit for each is much
+    assert beyond == text
 
 
 @pytest.mark.parametrize(
     ("form", "match"),
     [
         (("json", "{"), "structured_outputs.json must be a JSON schema; got text that is no JSON"),
+        (("json", "true"), "structured_outputs.json must be a JSON object; got 'true'"),
+        (("json", {"type": float("nan")}), "structured_outputs.json must be one that compiles; got: expected value"),
+        (("json", '{"const": "\\ud800"}'), "structured_outputs.json must be one that compiles; got: "),
         (("json", "3"), "structured_outputs.json must be a JSON object; got '3'"),
         (("json", {"type": "nonsense"}), "structured_outputs.json must be one that compiles; got: Invalid type: nonsense"),
         (("regex", "(["), "structured_outputs.regex must be one that compiles; got: "),

@@ -97,6 +97,8 @@ def test_named_templates_are_picked():
     assert tokenizer.render_chat([USER], tools=TOOLS, template="rag") == "R"
     with pytest.raises(UserError, match=r"chat template must be one of \['default', 'rag', 'tool_use'\]; got 'other'"):
         tokenizer.render_chat([USER], template="other")
+    with pytest.raises(UserError, match=r"chat template must be one of .*; got \['rag'\]"):
+        tokenizer.render_chat([USER], template=["rag"])  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="this tokenizer has none"):
         STORIES.render_chat([USER])
 

@@ -1,5 +1,6 @@
 """What is refused, with which status, and how it is said; and that no field is taken and ignored."""
 
+import functools
 import hashlib
 import re
 from pathlib import Path
@@ -24,6 +25,7 @@ from serving.log import FIELDS, LOG
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hi"}]
+DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(400), {})
 DOCS = Path(__file__).parents[3] / "docs" / "serving-http.md"
 
 
@@ -54,6 +56,11 @@ def refused(response: httpx.Response, status: int, says: str, param: str | None)
         (TEXT, {"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias must be token ids below 512; got 9999", "logit_bias"),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "^each token of logit_bias must be an integer", "logit_bias"),
         (TEXT, {"prompt": "a", "logit_bias": {"5": "x"}}, "^logit_bias values must be numbers; got 'x'", "logit_bias"),
+        (TEXT, {"prompt": "a", "logit_bias": {"5": 10**400}}, r"^logit_bias values must be in \[-100, 100\]", "logit_bias"),
+        (TEXT, {"prompt": "a", "max_tokens": 10**40}, "^max_tokens must be below 2", "max_tokens"),
+        (TEXT, {"prompt": "a", "min_tokens": 10**12}, "^min_tokens must be below 2", "min_tokens"),
+        (TEXT, {"prompt": "a", "top_k": 10**12}, "^top_k must be below 2", "top_k"),
+        (TEXT, {"prompt": "a", "allowed_token_ids": [-1], "guided_regex": "a"}, "^guided_regex must allow", "guided_regex"),
         (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "^stop may hold 16 strings", "stop"),
         (TEXT, {"prompt": "a", "suffix": "b"}, "^suffix must be absent", "suffix"),
         (TEXT, {"prompt": "a", "length_penalty": 2}, "^length_penalty and early_stopping must", "length_penalty"),
@@ -75,6 +82,11 @@ def refused(response: httpx.Response, status: int, says: str, param: str | None)
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, "^top_logprobs must go with logprobs=true", "top_logprobs"),
         (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "^max_tokens and", "max_tokens"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, "must not hold", "chat_template_kwargs"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"template": 1}}, "must not hold", "chat_template_kwargs"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"self": 1}}, "must not hold", "chat_template_kwargs"),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": {"chat_template": ["x"]}}, "^the chat template must be one of", None),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": DEEP}, "nested more than 128 levels", "chat_template_kwargs"),
+        (CHAT, {"messages": [{**HELLO[0], "more": DEEP}]}, "nested more than 128 levels", "messages.0.more"),
         (CHAT, {"messages": [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "must be JSON", "messages"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, r"tool_calls\[0\] must be an object", "messages"),
         (RESPONSES, {"input": "a", "previous_response_id": "r"}, "^previous_response_id cannot be", "previous_response_id"),
@@ -107,6 +119,10 @@ def test_bad_requests(client: httpx.Client, path: str, body: dict[str, Any], say
         (b'{"prompt": "a", "seed": ' + b"9" * 30 + b"}", "application/json", "^seed must be in"),
         (b"\xff\xfe", "application/json", "body"),
         (b'{"prompt": "\\ud800"}', "application/json", "valid Unicode; got a lone surrogate"),
+        (b'{"prompt": "a", "\\ud800": 1}', "application/json", "body"),
+        (b'{"prompt": "a", "cache_salt": "\\ud800"}', "application/json", "^cache_salt must be valid Unicode"),
+        (b'{"prompt": "a", "guided_regex": "\\ud800"}', "application/json", "^structured_outputs.regex must be valid Unicode"),
+        (b'{"prompt": ' + b"[" * 800 + b"]" * 800 + b"}", "application/json", "^prompt must be a text"),
     ],
 )
 def test_bodies_that_are_no_requests(client: httpx.Client, content: bytes, kind: str, says: str):

@@ -124,10 +124,13 @@ def test_what_is_refused_unread_is_counted(fresh: Server):
             assert client.post("/v1/completions", json=body).status_code in (400, 404)
         assert client.post("/v1/responses", json={"input": "a", "background": True}).status_code == 400
         assert client.get("/v1/nothing").status_code == 404
+        for made_up in ("BREW", "ZAP"):  # a label for each would be as many as clients like
+            assert client.request(made_up, "/v1/nothing").status_code == 404
         page = Page(client)
     name = "pagedjax:refused_requests_total"
     assert page(name, code="invalid_argument") == 2 and page(name, code="model_not_found") == page(name, code="unsupported") == 1
-    assert page("http_requests_total", handler="none", status="4xx") == 1
+    assert page("http_requests_total", handler="none", status="4xx", method="GET") == 1
+    assert page("http_requests_total", method="other") == 2 and page("http_requests_total", handler="none") == 3
 
 
 def test_the_prefix_may_be_our_own(chat_llm: LLM):
