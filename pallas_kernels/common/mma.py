@@ -6,7 +6,9 @@ one that it multiplies: by cp.async before Hopper, by TMA since. The four warps 
 as there are 16 for each, and over the columns otherwise. The softmax's state stays in registers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -219,6 +221,15 @@ def logits(walk: Walk, softmax: Softmax, s: jax.Array, last: jax.Array, i: jax.A
     return jnp.where(seen, s, MASKED)
 
 
+def queries(walk: Walk, q_ref: Any) -> list[Callable[[], jax.Array]]:
+    """Those of each piece of `columns`: held in registers, or, of wide heads, whose sums fill these, loaded again for each tile."""
+    load = lambda part: plgpu.load(q_ref.at[:, part], layout=walk.left, optimized=False)
+    if walk.width > 128:
+        return [partial(load, part) for part in columns(walk.width)]
+    held = [load(part) for part in columns(walk.width)]
+    return [lambda x=x: x for x in held]
+
+
 def attend_tiles(
     walk: Walk,
     softmax: Softmax,
@@ -241,8 +252,7 @@ def attend_tiles(
     first, after = span
     ahead = walk.stages - 1
     parts = columns(walk.width)
-    q_of = lambda part: plgpu.load(q_ref.at[:, part], layout=walk.left, optimized=False)
-    q = None if walk.width > 128 else [q_of(part) for part in parts]  # or else loaded again for each tile: registers
+    q = queries(walk, q_ref)
     ring = lambda i: lax.rem(i - first, jnp.int32(walk.stages))  # the place of a tile in it
     get = lambda i: fetch(walk, kv_ref, table_ref, place, row, begin, end, i, ring(i), memory)
     for j in range(ahead):
@@ -261,9 +271,8 @@ def attend_tiles(
             pl.when(more)(lambda: plgpu.wait_gmem_to_smem(2 * walk.copies * ahead))
             pl.when(jnp.logical_not(more))(lambda: plgpu.wait_gmem_to_smem(0))
         s = zeros(walk, walk.tile)
-        for number, part in enumerate(parts):
-            mine = q_of(part) if q is None else q[number]
-            s = product(walk, s, mine, plgpu.load(memory["k_ring"].at[slot, :, part].T, layout=walk.right))
+        for mine, part in zip(q, parts, strict=True):
+            s = product(walk, s, mine(), plgpu.load(memory["k_ring"].at[slot, :, part].T, layout=walk.right))
         s = logits(walk, softmax, s, last, i)
         new_top = jnp.maximum(top, jnp.max(s, axis=1))
         p, keep = jnp.exp2(s - over_columns(walk, new_top, walk.tile)), jnp.exp2(top - new_top)
