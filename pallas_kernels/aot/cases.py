@@ -22,11 +22,12 @@ POOL: dict[str, tuple[Attention | Write, ...]] = {
 }
 INT8 = Quantized(64, 4096, 14336)
 PRODUCTS: dict[str, tuple[Quantized | Grouped, ...]] = {
-    "quant_matmul": (INT8, replace(INT8, int8_activations=True), Quantized(256, 4096, 4096, group=32, zeros=True)),
+    "quant_matmul": (INT8, Quantized(256, 4096, 4096, group=32, zeros=True)),
     "grouped_matmul": (Grouped(16, 2048, 768, experts=128),),
 }
 MORE_PRODUCTS: dict[str, tuple[Quantized | Grouped, ...]] = {
     "quant_matmul": (
+        replace(INT8, int8_activations=True),
         Quantized(1, 4096, 4096),
         Quantized(2048, 4096, 4096),
         Quantized(64, 4096, 4096, "float32"),

@@ -60,12 +60,11 @@ def test_nothing_is_spilled(op: str, target: str):
 
 
 @pytest.mark.kernels_full
-@pytest.mark.parametrize(("width", "most"), [(64, 0), (80, 0), (96, 0), (192, 0), (256, 64)])
+@pytest.mark.parametrize("width", [64, 80, 96, 192, 256])
 @pytest.mark.parametrize("group", [1, 7, 16, 64])
-def test_what_other_widths_spill(width: int, most: int, group: int):
+def test_other_widths_spill_nothing(width: int, group: int):
     for op in ("decode", "attention"):
-        spilled = compiled(op, "mosaic_gpu_sm80", "sm_80", width, group=group).spill_bytes
-        assert spilled is not None and spilled <= most
+        assert compiled(op, "mosaic_gpu_sm80", "sm_80", width, group=group).spill_bytes == 0
 
 
 def least_block(width: int, target: str) -> int:
