@@ -29,9 +29,8 @@ POLL_SECONDS = 1.0  # after which a step that hangs is seen
 
 def options(config: ServeConfig) -> list[tuple[str, int]]:
     """Clients may ping every 10 s, also while nothing is open: gateways ping each 30 s, which by default is answered with GOAWAY
-    "too_many_pings". A port that is taken is an error: two servers must not share it. By default gRPC ends some calls with CANCELLED,
-    and no word why, where more than a thousand wait for the event loop; here they wait, and get an error of ours if they must.
-    """
+    "too_many_pings". A port that is taken is an error: two servers must not share it. By default gRPC ends some calls with
+    CANCELLED and no word why where a thousand wait for the event loop; here they wait, and get an error of ours if they must."""
     return [
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
