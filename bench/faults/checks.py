@@ -127,7 +127,7 @@ def documented_errors(outcomes: Sequence[Outcome]) -> Verdict:
                 wrong.append(f"malformed by {outcome.way} was answered")
             continue
         seen[error.label] += 1
-        where = f"{outcome.kind} by {outcome.way}: {error.label}: {error.message[:120]}"
+        where = f"{outcome.kind} by {outcome.way} after {outcome.began:.1f} s: {error.label}: {error.message[:120]}"
         if error.wrong:
             wrong.append(f"{where} ({error.wrong})")
         elif error.code in OURS or error.status in ("INTERNAL", "UNKNOWN", "500"):

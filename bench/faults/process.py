@@ -71,7 +71,7 @@ def errors_in(log: Sequence[str]) -> tuple[str, ...]:
         try:
             level = json.loads(line)["level"]
         except (ValueError, KeyError, TypeError):
-            level = "none" if "Traceback" in line or "Error" in line else "info"
+            level = "none" if re.search("Traceback|Error|destroyed", line) else "info"
         if level not in ("debug", "info", "warning"):
             found.append(line)
     return tuple(found)

@@ -23,17 +23,21 @@ from serving.rpc.inference import Inference
 from serving.rpc.vllm import VllmEngine
 
 SERVED = (vllm_engine_pb2, inference_pb2, admin_pb2)  # modules whose services are here
+PENDING = 1 << 16  # calls that may wait for the event loop
 POLL_SECONDS = 1.0  # after which a step that hangs is seen
 
 
 def options(config: ServeConfig) -> list[tuple[str, int]]:
     """Clients may ping every 10 s, also while nothing is open: gateways ping each 30 s, which by default is answered with GOAWAY
-    "too_many_pings". A port that is taken is an error: two servers must not share it."""
+    "too_many_pings". A port that is taken is an error: two servers must not share it. By default gRPC ends some calls with
+    CANCELLED and no word why where a thousand wait for the event loop; here they wait, and get an error of ours if they must."""
     return [
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.so_reuseport", 0),
+        ("grpc.server.max_pending_requests", PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", PENDING),
         ("grpc.max_receive_message_length", config.limits.max_message_bytes),
         ("grpc.max_send_message_length", config.limits.max_reply_bytes),
     ]

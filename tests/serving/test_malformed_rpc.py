@@ -1,5 +1,7 @@
 """Calls that are no calls: messages that are no protobuf, and errors that must not be too large for the headers they travel in."""
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,6 +91,19 @@ def test_numbers_that_the_device_cannot_hold(server: Server, channel: grpc.Chann
     answer = InferenceStub(channel).Generate(pb.GenerateRequest(prompts=[pb.Prompt(text="a")], params=most))
     assert answer.completions[0].samples[0].token_ids
     until(server.is_free)
+
+
+def test_a_crowd_before_a_busy_event_loop_is_answered(server: Server, channel: grpc.Channel) -> None:
+    """By default gRPC ends a part of it with CANCELLED."""
+    gate = threading.Event()
+    server.event_loop.call_soon_threadsafe(gate.wait, 60)
+    try:
+        ask: Any = health_pb2_grpc.HealthStub(channel).Check
+        answers = [ask.future(health_pb2.HealthCheckRequest(service=SERVICE)) for _ in range(2500)]
+        time.sleep(0.5)  # those that are still on their way would make it easier, not harder
+    finally:
+        gate.set()
+    assert {answer.result().status for answer in answers} == {health_pb2.HealthCheckResponse.SERVING}
 
 
 def test_a_watcher_that_leaves_takes_no_other_along(server: Server) -> None:
