@@ -5,11 +5,13 @@ so that --help and a wrong flag answer at once.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -163,12 +165,23 @@ def parse(args: Sequence[str]) -> Any:
     )
 
 
+def load(name: str) -> ModuleType:
+    """The module of a command. Garbage is not looked for meanwhile, nor later among what it has brought: modules stay, and a start
+    a tenth shorter."""
+    gc.disable()
+    try:
+        return importlib.import_module(f"pagedjax.commands.{name}")
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command; its exit code. 2: the user can mend it; 70: a server's engine failed; 130: Ctrl-C; 141: nobody reads stdout
     any more."""
     command = parse(sys.argv[1:] if args is None else args)
     try:
-        code = importlib.import_module(f"pagedjax.commands.{type(command).__name__.lower()}").run(command)
+        code = load(type(command).__name__.lower()).run(command)
         sys.stdout.flush()
     except UserError as error:
         print(f"pagedjax: error: {' '.join(str(error).split())}", file=sys.stderr)
