@@ -166,8 +166,8 @@ def parse(args: Sequence[str]) -> Any:
 
 
 def load(name: str) -> ModuleType:
-    """The module of a command. Garbage is not looked for meanwhile, nor later among what it has brought: modules stay, and a start
-    a tenth shorter."""
+    """The module of a command. No garbage is looked for meanwhile, nor later among what it has brought: modules stay. A start is a
+    tenth shorter."""
     gc.disable()
     try:
         return importlib.import_module(f"pagedjax.commands.{name}")
