@@ -124,7 +124,7 @@ experiments: .venv/ready
 	for trace in code:500 conv:400 conversation:400 synthetic:400; do \
 	  $(PY) -m bench.replay reserve --trace $${trace%:*} --limit $${trace#*:}; done > $(RESULTS)/reserve-raw.jsonl
 	$(PY) -m bench.replay cache --blocks > $(RESULTS)/cache-ideal.jsonl
-	$(PY) -m bench.replay cache --limit 3000 --speed 0.5 --policies first_come longest_prefix shortest_work priority deadline \
+	$(PY) -m bench.replay cache --speed 0.5 --policies first_come longest_prefix shortest_work priority deadline \
 	  > $(RESULTS)/cache.jsonl
 	$(PY) -m bench.plots $(RESULTS) docs/img
 
