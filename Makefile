@@ -70,8 +70,9 @@ vocabs: .venv/ready
 # OpenAI's client for JavaScript.
 NPM := tests/acceptance/openai_npm/node_modules
 $(NPM)/ready: tests/acceptance/openai_npm/package.json
-	@if command -v npm >/dev/null; then npm install --prefix $(<D) --no-audit --no-fund --no-package-lock --loglevel=error && touch $@; \
-	else echo "no npm here: the tests of OpenAI's client for JavaScript will be skipped"; fi
+	@install="npm install --prefix $(<D) --no-audit --no-fund --no-package-lock --loglevel=error"; \
+	if command -v npm >/dev/null && { $$install 2>/dev/null || NODE_OPTIONS=--use-openssl-ca $$install; }; then touch $@; \
+	else echo "npm cannot install it here: the tests of OpenAI's client for JavaScript will be skipped"; fi
 
 # Tests are written for CPU (they simulate several devices); the rest runs on what JAX finds.
 test acceptance acceptance-short lint aot aot-short kernels faults fuzz: export JAX_PLATFORMS ?= cpu
