@@ -11,7 +11,7 @@
 # make gpu-checks  on a machine with a GPU: the kernels' tests and benchmark; docs/kernels/<device>.json has what was measured
 # make faults  ten minutes of too much load on a server, with clients that misbehave; make fuzz: 100,000 requests that are wrong
 # make bench   bench/offline.py on the demo's model
-# make experiments  replay traffic through the scheduler for docs/scheduling.md: figures and pictures (half an hour, no model)
+# make experiments  replay traffic through the scheduler for docs/scheduling.md: figures and pictures (three quarters of an hour, no model)
 # make clean   remove all that these made
 
 SHELL := /bin/bash
