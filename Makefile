@@ -70,8 +70,8 @@ vocabs: .venv/ready
 # OpenAI's client for JavaScript.
 NPM := tests/acceptance/openai_npm/node_modules
 $(NPM)/ready: tests/acceptance/openai_npm/package.json
-	@install="npm install --prefix $(<D) --no-audit --no-fund --no-package-lock --loglevel=error"; \
-	if command -v npm >/dev/null && { $$install 2>/dev/null || NODE_OPTIONS=--use-openssl-ca $$install; }; then touch $@; \
+	@install="npm install --prefix $(<D) --no-audit --no-fund --no-package-lock --fetch-retries=0 --loglevel=error"; \
+	if command -v npm >/dev/null && { NODE_OPTIONS=--use-openssl-ca $$install 2>/dev/null || $$install; }; then touch $@; \
 	else echo "npm cannot install it here: the tests of OpenAI's client for JavaScript will be skipped"; fi
 
 # Tests are written for CPU (they simulate several devices); the rest runs on what JAX finds.
