@@ -18,6 +18,15 @@ SCHEMA = {
     "additionalProperties": False,
 }
 COLOURS = ("red", "green", "blue")
+TAG = {
+    "type": "sequence",
+    "elements": [
+        {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[a-z]{1,5}"}, "end": ">"},
+        {"type": "or", "elements": [{"type": "const_string", "value": colour} for colour in ("red", "blue")]},
+        {"type": "any_text"},
+        {"type": "const_string", "value": "!"},
+    ],
+}
 
 
 def engine(**options) -> LLM:
@@ -36,7 +45,7 @@ def params(temperature: float = 0.0, max_tokens: int = 60, n: int = 1, seed: int
 
 
 def test_outputs_have_the_form(llm: LLM):
-    """Eight requests at once, some of them free: each has its own form, and the free ones say what they say alone."""
+    """Nine requests at once, some of them free: each has its own form, and the free ones say what they say alone."""
     prompt = "Once upon a time, there was a little"
     wanted = [
         params(choice=COLOURS),
@@ -47,6 +56,7 @@ def test_outputs_have_the_form(llm: LLM):
         params(temperature=1.0),
         params(temperature=1.0, grammar='start: "a" ("b" | start) "d"', max_tokens=100),
         params(temperature=1.5, json_object=True, max_tokens=12),
+        params(temperature=1.0, structural_tag={"format": TAG}),
     ]
     outputs = [o.outputs[0] for o in llm.generate([prompt] * len(wanted), wanted)]
     texts = [output.text for output in outputs]
@@ -56,6 +66,7 @@ def test_outputs_have_the_form(llm: LLM):
         assert value["name"] in ("Tim", "Lily") and 3 <= value["age"] <= 9
     assert re.fullmatch("a+bd+", texts[6]) and texts[6].count("a") == texts[6].count("d")
     assert texts[7].lstrip().startswith("{")
+    assert re.fullmatch("<[a-z]{1,5}>(red|blue)[^!]*!?", texts[8], re.DOTALL)
     assert [o.finish_reason for o in outputs[:2]] == ["stop"] * 2
     for i in (2, 5):
         alone = llm.generate([prompt], [wanted[i]])[0].outputs[0]

@@ -8,6 +8,33 @@ from typing import Any
 from bench.fuzz.values import FORMS, TEXTS, encoded, nearby, odd, spoil
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+PART = {"type": "tag", "begin": "<a>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": ["</a>", "<s>"]}
+TAGS = (
+    {
+        "type": "triggered_tags",
+        "triggers": ["<a"],
+        "tags": [PART],
+        "at_least_one": True,
+        "stop_after_first": False,
+        "excludes": ["b"],
+    },
+    {"type": "tags_with_separator", "separator": ",", "tags": [PART], "at_least_one": True},
+    {
+        "type": "sequence",
+        "elements": [
+            {
+                "type": "repeat",
+                "min": 1,
+                "max": 2,
+                "content": {"type": "or", "elements": [{"type": "regex", "pattern": "[a/]"}, PART]},
+            },
+            {"type": "optional", "content": {"type": "grammar", "grammar": 'start: "a"'}},
+            {"type": "star", "content": {"type": "token", "token": 1}},
+            {"type": "any_text", "excludes": ["</s>"]},
+            {"type": "const_string", "value": "!"},
+        ],
+    },
+)
 TOOL = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": SCHEMA, "strict": True}}
 SAMPLING: dict[str, Any] = {
     "model": "fuzzed",
@@ -177,10 +204,13 @@ def good(rng: random.Random) -> tuple[str, dict[str, Any]]:
 def formed(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
     """With a form, or tools, that may be anything."""
     form = copy.deepcopy(rng.choice(FORMS)) if rng.random() < 0.7 else odd(rng)
-    where = rng.choice(("response_format", "json", "regex", "grammar", "choice", "tools"))
+    where = rng.choice(("response_format", "json", "regex", "grammar", "choice", "structural_tag", "tools"))
     if where == "tools":
         function = {"name": rng.choice(("look", *TEXTS)), "parameters": form}
         return body | {"tools": [{"type": "function", "function": function}], "tool_choice": rng.choice(("required", "auto"))}
+    if where == "structural_tag":
+        part = spoil(rng, copy.deepcopy(rng.choice(TAGS)))
+        return body | {"response_format": {"type": where, "format": part if rng.random() < 0.9 else form}}
     if where == "response_format":
         return body | {where: {"type": "json_schema", "json_schema": {"name": "a", "schema": form}}}
     return body | {"structured_outputs": {where: [form] if where == "choice" else form}}

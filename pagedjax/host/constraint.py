@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from pagedjax.errors import check, is_unicode
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Constraint(Protocol):
@@ -42,24 +43,24 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | None = None  # one of these texts
     grammar: str | None = None  # context-free, in Lark's notation or in GBNF
     json_object: bool = False  # any JSON object
+    structural_tag: str | Mapping[str, Any] | None = None  # a tree of free text and forms, as xgrammar writes it in JSON
 
     @property
     def form(self) -> tuple[Kind, Any]:
         """Which it is, and what it says."""
         if self.json_object:
             return "json", {"type": "object"}
-        names: tuple[Kind, ...] = ("json", "regex", "choice", "grammar")
-        return next((name, getattr(self, name)) for name in names if getattr(self, name) is not None)
+        return next((name, getattr(self, name)) for name in KINDS if getattr(self, name) is not None)
 
     def __post_init__(self):
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given = [name for name in KINDS if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
-        names = "json, regex, choice, grammar and json_object"
+        names = f"{', '.join(KINDS)} and json_object"
         check(len(given) == 1, f"structured_outputs must have exactly one of {names}; got {', '.join(given) or 'none'}")
-        check(
-            self.json is None or isinstance(self.json, str | Mapping),
-            f"structured_outputs.json must be a JSON schema, as a text or an object; got {type(self.json).__name__}",
-        )
+        for name, what in (("json", "a JSON schema"), ("structural_tag", "a structural tag")):
+            value = getattr(self, name)
+            right = value is None or isinstance(value, str | Mapping)
+            check(right, f"structured_outputs.{name} must be {what}, as a text or an object; got {type(value).__name__}")
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             check(value is None or isinstance(value, str), f"structured_outputs.{name} must be a string; got {value!r:.80}")

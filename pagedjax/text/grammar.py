@@ -10,10 +10,11 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pagedjax.errors import UserError, check
+from pagedjax.text.structural_tag import structural_tag_to_lark
 from pagedjax.text.tokenizer import Tokenizer
 
 SPACES = r"( |\n {0,20})?"  # between the parts of JSON, unless a schema says otherwise: weak models never stop writing them
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
 
 class Grammars:
@@ -23,14 +24,16 @@ class Grammars:
         """stop_ids: those of the model; a text ends with any of them where its grammar lets it end."""
         self._stop_ids = sorted(set(stop_ids))
         self._words = -(-tokenizer.vocab_size // 32)  # of a mask
+        self._specials = {name: i for i in sorted(tokenizer.special_ids) if (name := tokenizer.hf.id_to_token(i))}
         self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer, self._stop_ids)))
 
     def compile(self, kind: Kind, form: Any, allowed: Sequence[int] | None = None) -> "Grammar":
-        """Of a JSON schema (text or object), a regular expression, one of several texts, or a grammar in Lark's notation or GBNF.
-        allowed: token ids besides which none may come. UserError where it cannot be compiled, or where nothing satisfies it."""
+        """Of a JSON schema (text or object), a regular expression, one of several texts, a grammar in Lark's notation or GBNF, or a
+        structural tag (text or object). allowed: token ids besides which none may come. UserError where it cannot be compiled, or
+        where nothing satisfies it."""
         rule = f"structured_outputs.{kind} must be one that compiles"
         try:
-            matcher = llguidance.LLMatcher(self._vocabulary, _source(kind, form), log_level=0)
+            matcher = llguidance.LLMatcher(self._vocabulary, _source(kind, form, self._specials), log_level=0)
         except UserError:
             raise
         except ValueError as error:  # of a schema that is no JSON to llguidance: with NaN, or half of a surrogate pair
@@ -121,7 +124,7 @@ def _marked(token: int) -> bytes:
     return b"\xff<%d>" % token
 
 
-def _source(kind: Kind, form: Any) -> str:
+def _source(kind: Kind, form: Any, specials: Mapping[str, int]) -> str:
     match kind:
         case "json":
             return llguidance.LLMatcher.grammar_from_json_schema(_schema(form), {"whitespace_pattern": SPACES})
@@ -135,6 +138,8 @@ def _source(kind: Kind, form: Any) -> str:
             except Exception as error:  # of its own kinds, for what it cannot read
                 check(False, f"structured_outputs.grammar must be in Lark's notation or in GBNF; got: {_reason(str(error))}")
                 raise
+        case "structural_tag":
+            return llguidance.LLMatcher.grammar_from_lark(structural_tag_to_lark(form, specials, SPACES))
 
 
 def _schema(form: str | Mapping[str, Any]) -> str:

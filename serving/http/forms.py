@@ -22,8 +22,8 @@ class Form:
 def asked_form(body: ChatRequest | CompletionRequest) -> Form | None:
     """None where an answer may have any form. UserError for two forms at once, and for one that says nothing."""
     asked: dict[str, dict[str, Any]] = {}
-    if body.response_format is not None and body.response_format.type != "text":
-        asked["response_format"] = _of_format(body.response_format)
+    if body.response_format is not None and (form := _of_format(body.response_format)):
+        asked["response_format"] = form
     if body.structured_outputs is not None:
         asked[OWN_NAME] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
     asked |= {name: {kind: getattr(body, name)} for name, kind in GUIDED.items() if getattr(body, name) is not None}
@@ -38,12 +38,23 @@ def form_field(body: ChatRequest | CompletionRequest) -> str:
 
 
 def _of_format(form: ResponseFormat) -> dict[str, Any]:
-    schema = None if form.json_schema is None else form.json_schema.schema_
-    if form.type == "json_object":
-        check(form.json_schema is None, "response_format.json_schema must go with type json_schema; got json_object")
-        return {"json_object": True}
-    check(schema is not None, "response_format.json_schema.schema must be given with type json_schema; got null")
-    return {"json": schema}
+    """Nothing of type text."""
+    tag = form.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)
+    right = not tag or form.type == "structural_tag"
+    check(right, f"response_format.{next(iter(tag), '')} must go with type structural_tag; got {form.type}")
+    given = form.json_schema is not None
+    check(not given or form.type == "json_schema", f"response_format.json_schema must go with type json_schema; got {form.type}")
+    match form.type:
+        case "json_object":
+            return {"json_object": True}
+        case "structural_tag":
+            check(bool(tag), "response_format.format must be given with type structural_tag; got null")
+            return {"structural_tag": tag}
+        case "json_schema":
+            schema = None if form.json_schema is None else form.json_schema.schema_
+            check(schema is not None, "response_format.json_schema.schema must be given with type json_schema; got null")
+            return {"json": schema}
+    return {}
 
 
 def blame(error: Refusal, field: str) -> Refusal:

@@ -72,8 +72,13 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    type: Literal["text", "json_object", "json_schema"]
+    """`format`, or `structures` and `triggers`: of a structural tag."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: Object | None = None
+    structures: Objects | None = None
+    triggers: Strings | None = None
 
 
 class StructuredOutputs(Fields):
@@ -84,6 +89,7 @@ class StructuredOutputs(Fields):
     choice: Strings | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: SchemaOrText | None = None
 
 
 class Sampling(Harmless):

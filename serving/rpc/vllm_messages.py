@@ -55,14 +55,12 @@ def structured_outputs(given: Any) -> StructuredOutputsParams | None:
     match kind:
         case "json_schema":
             return StructuredOutputsParams(json=given.json_schema)
-        case "regex" | "grammar":
+        case "regex" | "grammar" | "structural_tag":
             return StructuredOutputsParams(**{kind: getattr(given, kind)})
         case "choice":
             return StructuredOutputsParams(choice=tuple(given.choice.choices))
         case "json_object":
             return StructuredOutputsParams(json_object=True) if given.json_object else None
-        case "structural_tag":
-            raise Refusal("unsupported", "structural_tag is not supported; json_schema, regex, grammar and choice are", param=kind)
     return None
 
 

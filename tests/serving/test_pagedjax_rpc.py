@@ -92,6 +92,7 @@ def test_output_of_a_form(stub: Any) -> None:
     for constraint, allowed in (
         (pb.Constraint(choice=pb.Choice(texts=["yes", "no"])), ("yes", "no")),
         (pb.Constraint(regex="(ab|ba)"), ("ab", "ba")),
+        (pb.Constraint(structural_tag='{"format": {"type": "const_string", "value": "ab"}}'), ("ab",)),
         (pb.Constraint(json_schema='{"enum": [1, 2]}'), ("1", "2")),
     ):
         asked.constraint.CopyFrom(constraint)

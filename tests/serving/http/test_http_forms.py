@@ -27,6 +27,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "child", "schema": SCHEMA, "strict": True}}
+TAG = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+CALLS = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<"]}
 COMMON: dict[str, Any] = {"max_tokens": 90, "temperature": 0}
 
 
@@ -44,6 +46,10 @@ def sdk(server: Server) -> Iterator[openai.OpenAI]:
 def is_child(text: str) -> bool:
     value = json.loads(text)
     return set(value) == {"name", "age"} and value["name"] in ("Tim", "Lily") and 3 <= value["age"] <= 9
+
+
+def is_tagged(text: str) -> bool:
+    return text.startswith("<f>") and text.endswith("</f>") and is_child(text[3:-4])
 
 
 def answer(client: httpx.Client, path: str, form: dict[str, Any]) -> str:
@@ -67,6 +73,8 @@ def answer(client: httpx.Client, path: str, form: dict[str, Any]) -> str:
         ({"structured_outputs": {"choice": ["red", "green"]}}, ("red", "green").__contains__),
         ({"guided_choice": ["red", "green"]}, ("red", "green").__contains__),
         ({"structured_outputs": {"grammar": 'start: "a" ("b" | start) "d"'}, "max_tokens": 100}, re.compile("a+bd+").fullmatch),
+        ({"response_format": {"type": "structural_tag", "format": TAG}}, is_tagged),
+        ({"structured_outputs": {"structural_tag": json.dumps({"format": TAG})}}, is_tagged),
         ({"guided_grammar": 'start: "x" [a-c]'.replace("[a-c]", '("b" | "c")')}, ("xb", "xc").__contains__),
     ],
 )
@@ -77,6 +85,15 @@ def test_forms(client: httpx.Client, form: dict[str, Any], right: Any):
     free = client.post(TEXT, json=body).json()["choices"][0]["text"]
     with contextlib.suppress(ValueError):
         assert not right(free)  # a control
+
+
+def test_free_text_with_calls_in_it(client: httpx.Client):
+    """The model says what it says anyway, since it never writes the trigger."""
+    body = {**COMMON, "max_tokens": 20, "prompt": "Once", "response_format": {"type": "structural_tag", **CALLS}}
+    held = client.post(TEXT, json=body).json()["choices"][0]["text"]
+    assert held == client.post(TEXT, json={**body, "response_format": {"type": "text"}}).json()["choices"][0]["text"]
+    forced = client.post(TEXT, json={**body, "max_tokens": 60, "logit_bias": {"63": 90}})  # byte 60, "<", wherever it may stand
+    assert forced.json()["choices"][0]["text"].startswith("<f>{")
 
 
 def test_any_object(client: httpx.Client):
@@ -146,6 +163,11 @@ def nested(levels: int) -> dict[str, Any]:
         (TEXT, {"response_format": {"type": "xml"}}, "^response_format.type must be 'text', 'json_obj", "response_format.type"),
         (TEXT, {"response_format": {"type": "json_schema"}}, "^response_format.json_schema.schema must be", "response_format"),
         (TEXT, {"response_format": {**FORMAT, "type": "json_object"}}, "^response_format.json_schema must go", "response_format"),
+        (TEXT, {"response_format": {"type": "structural_tag"}}, "^response_format.format must be given", "response_format"),
+        (TEXT, {"response_format": {"type": "text", **CALLS}}, "^response_format.structures must go with", "response_format"),
+        (TEXT, {"response_format": {**FORMAT, "type": "structural_tag"}}, "^response_format.json_schema must", "response_format"),
+        (CHAT, {"response_format": {"type": "structural_tag", "format": {"type": "x"}}},
+         "^response_format must have parts of the types", "response_format"),
         (TEXT, {"response_format": {**FORMAT, "x": 1}}, "^response_format.x is not a field", "response_format.x"),
         (TEXT, {"response_format": FORMAT, "guided_regex": "a"}, "^response_format and guided_regex must not", "response_format"),
         (TEXT, {"structured_outputs": {}}, "must have exactly one of .*; got none", "structured_outputs"),
