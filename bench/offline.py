@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
             print(json.dumps({"first_token_s": round(seconds_since_process_start(), 2)}))
             return
         result = measure(llm, args.only, args.runs)
-        weights, pool = llm.engine.weight_bytes, llm.engine.state.kv.nbytes
+        weights, pool = llm.engine.weight_bytes, llm.engine.pool_bytes
         peak = peak_memory()
         if "a" in result:
             bandwidth = read_bandwidth()

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 from pagedjax.errors import check
 
 Dtype = Literal["float32", "bfloat16"]
+KvDtype = Literal["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"]
 LayerKind = Literal["full", "window"]
 Reserve = Literal["paged", "oracle", "pow2", "max"]  # see host/reserve.py
 Preemption = Literal["auto", "recompute", "swap"]
@@ -131,7 +132,8 @@ class CacheConfig:
 
     block_size: int = 0  # P, tokens in a block; 0: 64 on CPU and GPU, 128 on TPU
     kv_memory: int = 0  # bytes of the pool; 0: what the device has left (on CPU at most 4 GiB)
-    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as the weights
+    # auto: as the weights; those of 8 bits: with a scale for each token and head
+    kv_dtype: KvDtype = "auto"
     prefix_caching: bool = True  # start from blocks that already hold the beginning of a prompt
     reserve: Reserve = "paged"  # block by block, or one contiguous run from the start, of the size that older engines reserved
     swap_memory: int = 0  # bytes of host memory, over all devices, that blocks may be moved to; 0: none
@@ -139,7 +141,7 @@ class CacheConfig:
     def __post_init__(self):
         p = self.block_size
         check(p >= 0 and p & (p - 1) == 0, f"block_size must be a power of two (or 0: chosen by device); got {p}")
-        _check_one_of("kv_dtype", self.kv_dtype)
+        _check_one_of("kv_dtype", self.kv_dtype, get_args(KvDtype))
         check(self.reserve in get_args(Reserve), f"reserve must be one of {', '.join(get_args(Reserve))}; got {self.reserve!r}")
         check(self.kv_memory >= 0, f"kv_memory must be a number of bytes (or 0: chosen by device); got {self.kv_memory}")
         check(self.swap_memory >= 0, f"swap_memory must be a number of bytes (or 0: none); got {self.swap_memory}")
@@ -241,11 +243,10 @@ class EngineConfig:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
 
     def __post_init__(self):
-        _check_one_of("dtype", self.dtype)
+        _check_one_of("dtype", self.dtype, ("auto", *get_args(Dtype)))
 
 
-def _check_one_of(name: str, value: object) -> None:
-    known = ("auto", *get_args(Dtype))
+def _check_one_of(name: str, value: object, known: Sequence[str]) -> None:
     check(value in known, f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ from pagedjax.host.plan import Entry, Plan, Row, RowResult, Swap
 from pagedjax.host.request import Logprobs, Request, SamplingParams, TokenEvent, Usage
 from pagedjax.host_tier import HostTier
 from pagedjax.limits import BAD_WORD_TOKENS, NUM_BAD_WORDS, NUM_STOP_IDS
-from pagedjax.memory import kv_dtype, pool_blocks, pool_shape, release_freed, swap_places
+from pagedjax.memory import abstract_pool, pool_blocks, release_freed, swap_places
 from pagedjax.models import model_for
 from pagedjax.pack import pack, pack_lane, pack_mask
 from pagedjax.service import make_scheduler
@@ -107,7 +107,7 @@ class Engine:
         moves = (others["read_block"].call, others["write_block"].call) if config.debug else None
         release_freed()
         self.state: DeviceState = others["zero_state"].call()
-        self._watch = PoolWatch(*moves, self.state.kv.shape, kv_dtype(config), mesh) if moves else None
+        self._watch = PoolWatch(*moves, self.state.kv, mesh) if moves else None
         if self._watch is not None:
             num_blocks -= 1  # the guard
             self.state = replace(self.state, kv=self._watch.start(self.state.kv))
@@ -138,6 +138,11 @@ class Engine:
     def finish(self, request_id: str, index: int, num_tokens: int) -> Usage | None:
         """Ends one sequence after its first num_tokens output tokens."""
         return self.scheduler.finish(request_id, index, num_tokens)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the KV pool, over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.kv))
 
     @property
     def weight_bytes(self) -> int:
@@ -267,9 +272,9 @@ class Engine:
     def _abstract_state(self, spec: StepSpec, num_blocks: int) -> DeviceState:
         schedule = self.config.schedule
         platform = self.mesh.devices.flat[0].platform
-        kv = jax.ShapeDtypeStruct(pool_shape(self.config, spec.cfg, platform, num_blocks), kv_dtype(self.config))
+        kv = abstract_pool(self.config, spec.cfg, platform, num_blocks)
         lanes = abstract_lanes(schedule.max_num_seqs, schedule.max_model_len, self._vocab)
-        state = DeviceState(kv=cast(Any, kv), lanes=lanes)
+        state = DeviceState(kv=kv, lanes=lanes)
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, state_shardings(state, self.mesh)
         )

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from pagedjax.host.plan import Swap
+from pagedjax.state import Pool
 
 
 class HostTier:
@@ -17,16 +18,16 @@ class HostTier:
     def __init__(self, read: Callable[..., Any], write: Callable[..., Any], num_places: int):
         """`read` and `write` are compile.lower_read_block and lower_write_block, compiled."""
         self._read, self._write = read, write
-        # [J, 2, K, P, D'] each; place 0 is never given out, as block 0 is not
-        self.places: list[jax.Array | None] = [None] * (num_places + 1)
+        # a block each, as read_block gives it; place 0 is never given out, as block 0 is not
+        self.places: list[Pool | None] = [None] * (num_places + 1)
 
-    def swap_out(self, kv: jax.Array, swaps: Iterable[Swap]) -> None:
+    def swap_out(self, kv: Pool, swaps: Iterable[Swap]) -> None:
         """Copies blocks of the pool to their places."""
         for block, place in swaps:
             self.places[place] = None  # freed first
             self.places[place] = self._read(kv, np.asarray([block], np.int32))
 
-    def swap_in(self, kv: jax.Array, swaps: Iterable[Swap]) -> jax.Array:
+    def swap_in(self, kv: Pool, swaps: Iterable[Swap]) -> Pool:
         """The pool with what the places hold in their blocks; the old one is used up."""
         for block, place in swaps:
             data = self.places[place]
@@ -41,4 +42,4 @@ class HostTier:
     @property
     def bytes_held(self) -> int:
         """Of host memory, over all devices."""
-        return sum(data.nbytes for data in self.places if data is not None)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.places))

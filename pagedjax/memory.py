@@ -9,14 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from pagedjax.config import EngineConfig, ModelConfig
 from pagedjax.errors import check
+from pagedjax.state import Pool, QuantizedPool
+from pallas_kernels.common.quantized import is_quantized
 
 CPU_LIMIT = 4 << 30
+SCALE_BYTES = 4
 
 
 def kv_dtype(config: EngineConfig) -> np.dtype:
@@ -24,14 +28,26 @@ def kv_dtype(config: EngineConfig) -> np.dtype:
 
 
 def pool_shape(config: EngineConfig, model: ModelConfig, platform: str, num_blocks: int) -> tuple[int, ...]:
-    """[J, N, 2, K, P, D'], J the layers of a group. On TPU the head width is stored in whole lanes of 128."""
+    """[J, N, 2, K, P, D'], J the layers of a group; scales have all but the last. On TPU the head width is stored in whole lanes
+    of 128."""
     width = -(-model.head_width // 128) * 128 if platform == "tpu" else model.head_width
     return (model.layer_groups.size, num_blocks, 2, model.num_kv_heads, config.cache.block_size, width)
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig, platform: str) -> int:
     """Of one block of the pool, all layers, over all devices."""
-    return math.prod(pool_shape(config, model, platform, 1)) * kv_dtype(config).itemsize
+    *tokens, width = pool_shape(config, model, platform, 1)
+    dtype = kv_dtype(config)
+    return math.prod(tokens) * (width * dtype.itemsize + (SCALE_BYTES if is_quantized(dtype) else 0))
+
+
+def abstract_pool(config: EngineConfig, model: ModelConfig, platform: str, num_blocks: int) -> Pool:
+    """Shapes and dtypes of the pool."""
+    dtype = kv_dtype(config)
+    shape = pool_shape(config, model, platform, num_blocks)
+    data: Any = jax.ShapeDtypeStruct(shape, dtype)
+    scales: Any = jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
+    return QuantizedPool(data, scales) if is_quantized(dtype) else data
 
 
 def swap_places(config: EngineConfig, model: ModelConfig, platform: str) -> int:

@@ -5,8 +5,25 @@ G layer groups, J layers in a group, K kv heads, D' stored head width, V vocabul
 C longest sequence. The capitals NUM_… are those of limits.py.
 """
 
+from typing import NamedTuple
+
 import jax
 from flax import struct
+
+
+class QuantizedPool(NamedTuple):
+    """A pool of 8 bits: what is stored times the scale of its token and head is the value."""
+
+    data: jax.Array  # int8 or float8_e4m3fn[J, N, 2, K, P, D']
+    scales: jax.Array  # f32[J, N, 2, K, P]
+
+
+Pool = jax.Array | QuantizedPool  # the array alone: dtype[J, N, 2, K, P, D']
+
+
+def split_pool(kv: Pool) -> tuple[jax.Array, jax.Array | None]:
+    """(the data, the scales or None)."""
+    return (kv.data, kv.scales) if isinstance(kv, QuantizedPool) else (kv, None)
 
 
 @struct.dataclass
@@ -43,7 +60,7 @@ class LaneState:
 class DeviceState:
     """Donated to every step."""
 
-    kv: jax.Array  # dtype[J, N, 2, K, P, D']: the pool; block 0 is the scrap block that padding is written to
+    kv: Pool  # block 0 is the scrap block that padding is written to
     lanes: LaneState
 
 

@@ -1,6 +1,7 @@
 """Llama in NumPy float64, straight from a Hugging Face folder: no cache, no blocks, no batching. The engine must agree with it."""
 
 import json
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -11,9 +12,11 @@ STORIES = Path(__file__).parent / "golden" / "stories260K"
 
 
 class ReferenceLlama:
-    """`logits(tokens)` is the whole computation for one sequence, f64[T, V]."""
+    """`logits(tokens)` is the whole computation for one sequence, f64[T, V]. `cached`: what becomes of keys and values
+    f64[T, K, D] in the cache; a token reads its own from there, too."""
 
-    def __init__(self, folder: Path = STORIES):
+    def __init__(self, folder: Path = STORIES, cached: Callable[[np.ndarray], np.ndarray] = lambda x: x):
+        self.cached = cached
         self.config = json.loads((folder / "config.json").read_text())
         self.weights = {k: v.astype(np.float64) for k, v in load_file(folder / "model.safetensors").items()}
 
@@ -41,7 +44,7 @@ class ReferenceLlama:
             q = self.rotate((h @ w[p + "self_attn.q_proj.weight"].T).reshape(count, heads, width))
             k = self.rotate((h @ w[p + "self_attn.k_proj.weight"].T).reshape(count, kv, width))
             v = (h @ w[p + "self_attn.v_proj.weight"].T).reshape(count, kv, width)
-            k, v = (np.repeat(a, heads // kv, axis=1) for a in (k, v))
+            k, v = (np.repeat(self.cached(a), heads // kv, axis=1) for a in (k, v))
             scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(width)
             scores[:, hidden] = -np.inf
             scores = np.exp(scores - scores.max(-1, keepdims=True))

@@ -2,7 +2,6 @@
 place."""
 
 import re
-from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from pagedjax.device.lanes import abstract_lanes
 from pagedjax.device.params import abstract_params, shard_layout
 from pagedjax.device.sharding import state_shardings
 from pagedjax.device.step import StepSpec
-from pagedjax.memory import kv_dtype, pool_shape
+from pagedjax.memory import abstract_pool
 from pagedjax.models import model_for
 from pagedjax.state import DeviceState
 from pallas_kernels.aot.targets import devices_for, missing
@@ -32,8 +31,7 @@ pytestmark = [
 def abstract_state(mesh: Mesh, cfg: ModelConfig, num_blocks: int) -> DeviceState:
     config = with_options(EngineConfig(), {"dtype": "bfloat16", "block_size": 64})
     layout = shard_layout(cfg, 1)
-    pool = jax.ShapeDtypeStruct(pool_shape(config, layout.cfg, "cuda", num_blocks), kv_dtype(config))
-    state = DeviceState(kv=cast(Any, pool), lanes=abstract_lanes(64, 8192, layout.vocab))
+    state = DeviceState(kv=abstract_pool(config, layout.cfg, "cuda", num_blocks), lanes=abstract_lanes(64, 8192, layout.vocab))
     shardings = state_shardings(state, mesh)
     return jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, shardings)
 

@@ -144,7 +144,7 @@ def test_available_memory(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: EngineConfig(dtype="half"), "dtype must be one of auto, float32, bfloat16; got 'half'"),  # pyright: ignore
-        (lambda: CacheConfig(kv_dtype="fp8"), "kv_dtype must be one of auto, float32, bfloat16; got 'fp8'"),  # pyright: ignore
+        (lambda: CacheConfig(kv_dtype="fp8"), "kv_dtype must be one of auto, float32, bfloat16, int8, float8_e4m3fn; got 'fp8'"),  # pyright: ignore
         (lambda: BucketConfig(decode_rows=(4, 2)), r"decode_rows must be positive and ascending; got \(4, 2\)"),
         (lambda: BucketConfig(prefill_tokens=(2.5,)), r"prefill_tokens must be integers; got \(2.5,\)"),  # pyright: ignore
         (lambda: BucketConfig(compile_budget=1), "compile_budget must be 2 or more .* or 0; got 1"),

@@ -24,7 +24,7 @@ def run(command: Any) -> None:
         for column in table.columns[1:]:
             column.justify = "right"
         terminal.show(table)
-        pool, blocks = llm.engine.state.kv.nbytes, llm.engine.scheduler.pool.capacity
+        pool, blocks = llm.engine.pool_bytes, llm.engine.scheduler.pool.capacity
         terminal.show(f"pool: {pool} bytes ({terminal.size(pool)}), {blocks} blocks beside the scrap block")
         now = entries(folder)
         new = sum(path.name not in before for path in now)

@@ -26,6 +26,6 @@ def facts(llm: LLM) -> str:
     return (
         f"{engine.model.architecture} in {config.dtype} on {engine.mesh.size} {device.platform}, context {schedule.max_model_len}, "
         f"{schedule.max_num_seqs} lanes, {schedule.max_num_batched_tokens} tokens a step, "
-        f"pool of {terminal.size(engine.state.kv.nbytes)}: {pool.capacity} blocks of {config.cache.block_size} tokens"
+        f"pool of {terminal.size(engine.pool_bytes)}: {pool.capacity} blocks of {config.cache.block_size} tokens"
         + (f" of one of {groups} layer groups" if groups > 1 else "")
     )

@@ -6,6 +6,8 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from pagedjax.device.sharding import POOL
+from pagedjax.state import Pool, QuantizedPool, split_pool
 from pallas_kernels import kv_write, paged_attention, paged_decode
 from pallas_kernels.common.targets import platform_of
 
@@ -29,14 +31,14 @@ def attend(
     q: jax.Array,  # f32[T, H, D]
     k: jax.Array,  # f32[T, K, D]
     v: jax.Array,  # f32[T, K, D]
-    kv: jax.Array,  # [J, N, 2, K, P, D']
+    kv: Pool,
     place: Place,
     rows: Rows,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pool]:
     """(f32[T, H, D], the pool with this layer's new tokens). The write comes first: rows of one step may read each other.
 
     Blocks that end before the window of a row's first token are not read; their entries in the table may be 0.
@@ -46,18 +48,20 @@ def attend(
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "platform": platform}
 
     def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode):
-        kv = kv_write(kv, k, v, layer, slots, num_rows=num_rows, platform=platform)
-        assert isinstance(kv, jax.Array)
+        data, scales = split_pool(kv)
+        written = kv_write(data, k, v, layer, slots, num_rows=num_rows, kv_scales=scales, platform=platform)
+        kv = QuantizedPool(*written) if isinstance(written, tuple) else written
+        data, scales = split_pool(kv)
         if q.shape[0] == num_rows:  # a decode bucket
-            out = paged_decode(q, kv, layer, block_tables, context_lens, **options)
+            out = paged_decode(q, data, layer, block_tables, context_lens, kv_scales=scales, **options)
         else:
             rest = block_tables, context_lens, query_start, num_decode
-            out = paged_attention(q, kv, layer, *rest, **options)
+            out = paged_attention(q, data, layer, *rest, kv_scales=scales, **options)
         assert isinstance(out, jax.Array)
         return out.astype(jnp.float32), kv
 
     if rows.mesh.size > 1:
-        head, pool = P(None, "model", None), P(None, None, None, "model", None, None)
+        head, pool = P(None, "model", None), jax.tree.map(lambda _: POOL, kv)
         local = jax.shard_map(
             local, mesh=rows.mesh, in_specs=(head, head, head, pool, *[P()] * 6), out_specs=(head, pool), check_vma=False
         )

@@ -104,7 +104,7 @@ def lower_write_block(state: DeviceState, mesh: Mesh) -> jax.stages.Lowered:
     pool, host = state_shardings(state, mesh).kv, block_in_host_memory(mesh)
     write = partial(write_block, on_device=block_on_device(mesh))
     jitted = jax.jit(write, donate_argnums=0, in_shardings=(pool, replicated(mesh), host), out_shardings=pool)
-    data = jax.ShapeDtypeStruct((state.kv.shape[0], *state.kv.shape[2:]), state.kv.dtype, sharding=host)
+    data = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0], *a.shape[2:]), a.dtype, sharding=host), state.kv)
     return jitted.lower(state.kv, jax.ShapeDtypeStruct((1,), jnp.int32), data)
 
 

@@ -13,6 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from pagedjax.config import LayerKind, ModelConfig, RopeConfig
 from pagedjax.device.attention import Place, Rows, attend
 from pagedjax.device.params import Axis, ParamSpec, Stacked
+from pagedjax.state import Pool
 
 FEW_ROWS = 64  # up to so many, a product on CPU is faster with the weight as its left operand (docs/benchmarks.md)
 ROW_MAJOR = Layout((0, 1))
@@ -103,13 +104,13 @@ def layer_ropes(positions: jax.Array, cfg: ModelConfig) -> Ropes:
 def self_attention(
     x: jax.Array,
     w: dict[str, jax.Array],
-    kv: jax.Array,
+    kv: Pool,
     place: Place,
     kind: LayerKind,
     rows: Rows,
     ropes: Ropes,
     cfg: ModelConfig,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pool]:
     """x f32[T, M] -> (f32[T, M], the pool with this layer's keys and values). Biases and norms of q and k (each head by itself,
     before the rotation) apply where the layer has such weights."""
     q, k, v = (linear(x, w[name], w.get(f"{name}_bias")) for name in ("q", "k", "v"))

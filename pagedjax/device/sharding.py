@@ -12,8 +12,8 @@ from pagedjax.errors import check
 from pagedjax.state import DeviceState
 
 HOST_MEMORY = "pinned_host"
-POOL = P(None, None, None, "model", None, None)  # kv heads
-BLOCK = P(None, None, "model", None, None)  # of the pool
+POOL = P(None, None, None, "model")  # kv heads; of the scales too
+BLOCK = P(None, None, "model")  # of the pool
 
 
 def make_mesh(model: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -33,7 +33,7 @@ def by_vocab(mesh: Mesh) -> NamedSharding:
 
 
 def block_on_device(mesh: Mesh) -> NamedSharding:
-    """Of one block of the pool, [J, 2, K, P, D']."""
+    """Of one block of the pool, [J, 2, K, P, D'], and of its scales."""
     return NamedSharding(mesh, BLOCK)
 
 
@@ -51,4 +51,4 @@ def block_in_host_memory(mesh: Mesh) -> NamedSharding:
 def state_shardings(state: DeviceState, mesh: Mesh) -> DeviceState:
     """The tree of shardings of a DeviceState (abstract or not)."""
     lanes = jax.tree.map(lambda _: replicated(mesh), state.lanes)
-    return DeviceState(kv=NamedSharding(mesh, POOL), lanes=lanes)  # pyright: ignore[reportArgumentType]
+    return DeviceState(kv=jax.tree.map(lambda _: NamedSharding(mesh, POOL), state.kv), lanes=lanes)

@@ -64,7 +64,7 @@ def one_pass(params: Any, state: DeviceState, batch: StepInput, spec: StepSpec) 
     from_lane = lanes.last_tokens[jnp.clip(batch.from_lane, 0, num_lanes - 1)]
     tokens = jnp.where(batch.from_lane >= 0, from_lane, batch.tokens)
     rows = Rows(
-        slots=find_slots(batch, context, state.kv.shape[4]),
+        slots=find_slots(batch, context, jax.tree.leaves(state.kv)[0].shape[4]),
         positions=batch.positions,
         query_start=batch.query_start,
         num_decode=batch.num_decode,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pagedjax.config import LayerKind, ModelConfig
-from pagedjax.device.attention import Place, Rows
+from pagedjax.device.attention import Place, Pool, Rows
 from pagedjax.device.layers import (
     attention_specs,
     decoder_specs,
@@ -41,7 +41,7 @@ def param_specs(cfg: ModelConfig, dtype: str, vocab: int) -> dict[str, Any]:
     return decoder_specs(cfg, dtype, vocab, layer_specs(cfg, dtype))
 
 
-def forward(params: dict[str, Any], tokens: jax.Array, kv: jax.Array, rows: Rows, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def forward(params: dict[str, Any], tokens: jax.Array, kv: Pool, rows: Rows, cfg: ModelConfig) -> tuple[jax.Array, Pool]:
     """tokens i32[T], the pool -> (hidden f32[T, M] after the final norm, the pool)."""
     ropes = layer_ropes(rows.positions, cfg)
 

@@ -11,6 +11,7 @@ import grpc.aio
 import jax
 
 from pagedjax.engine import Engine
+from pagedjax.state import split_pool
 from serving.auth import require_admin
 from serving.frontend import Frontend
 from serving.proto.pagedjax.v1 import admin_pb2 as pb
@@ -68,11 +69,13 @@ def _decision(given: dict[str, Any], begin: float) -> Any:
 def _sharding(engine: Engine) -> Any:
     """Runs in the engine's thread: between two steps no array is on its way into one."""
     leaves, _ = jax.tree.flatten_with_path(engine.params)
+    pool, scales = split_pool(engine.state.kv)
     return pb.GetShardingReportResponse(
         devices=[str(device) for device in engine.mesh.devices.flat],
         axes=[pb.MeshAxis(name=name, size=size) for name, size in engine.mesh.shape.items()],
         weights=[_array(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves],
-        pool=_array("kv", engine.state.kv),
+        pool=_array("kv", pool),
+        pool_scales=None if scales is None else _array("kv_scales", scales),
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%serving/proto/pagedjax/v1/admin.proto\x12\x0bpagedjax.v1\"$\n\x0c\x44rainRequest\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\"&\n\rDrainResponse\x12\x15\n\ropen_requests\x18\x01 \x01(\r\"\x13\n\x11GetBucketsRequest\"c\n\x06\x42ucket\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\x08\x12\x17\n\x0f\x63ompile_seconds\x18\x04 \x01(\x01\x12\x12\n\ntemp_bytes\x18\x05 \x01(\x04\"\x8d\x01\n\x12GetBucketsResponse\x12$\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x13.pagedjax.v1.Bucket\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x04\x12\x16\n\x0epadding_tokens\x18\x03 \x01(\x04\x12 \n\x18\x63ompilations_after_start\x18\x04 \x01(\r\"\x1a\n\x18GetShardingReportRequest\"&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\"q\n\x0cShardedArray\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x18\n\x10\x62ytes_per_device\x18\x06 \x01(\x04\"\xa6\x01\n\x19GetShardingReportResponse\x12\x0f\n\x07\x64\x65vices\x18\x01 \x03(\t\x12#\n\x04\x61xes\x18\x02 \x03(\x0b\x32\x15.pagedjax.v1.MeshAxis\x12*\n\x07weights\x18\x03 \x03(\x0b\x32\x19.pagedjax.v1.ShardedArray\x12\'\n\x04pool\x18\x04 \x01(\x0b\x32\x19.pagedjax.v1.ShardedArray\"2\n\x0cTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"J\n\x08\x44\x65\x63ision\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\x10\n\x08why_json\x18\x04 \x01(\t\"9\n\rTraceResponse\x12(\n\tdecisions\x18\x01 \x03(\x0b\x32\x15.pagedjax.v1.Decision2\xba\x02\n\x05\x41\x64min\x12>\n\x05\x44rain\x12\x19.pagedjax.v1.DrainRequest\x1a\x1a.pagedjax.v1.DrainResponse\x12M\n\nGetBuckets\x12\x1e.pagedjax.v1.GetBucketsRequest\x1a\x1f.pagedjax.v1.GetBucketsResponse\x12\x62\n\x11GetShardingReport\x12%.pagedjax.v1.GetShardingReportRequest\x1a&.pagedjax.v1.GetShardingReportResponse\x12>\n\x05Trace\x12\x19.pagedjax.v1.TraceRequest\x1a\x1a.pagedjax.v1.TraceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%serving/proto/pagedjax/v1/admin.proto\x12\x0bpagedjax.v1\"$\n\x0c\x44rainRequest\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\"&\n\rDrainResponse\x12\x15\n\ropen_requests\x18\x01 \x01(\r\"\x13\n\x11GetBucketsRequest\"c\n\x06\x42ucket\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\x08\x12\x17\n\x0f\x63ompile_seconds\x18\x04 \x01(\x01\x12\x12\n\ntemp_bytes\x18\x05 \x01(\x04\"\x8d\x01\n\x12GetBucketsResponse\x12$\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x13.pagedjax.v1.Bucket\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x04\x12\x16\n\x0epadding_tokens\x18\x03 \x01(\x04\x12 \n\x18\x63ompilations_after_start\x18\x04 \x01(\r\"\x1a\n\x18GetShardingReportRequest\"&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\r\"q\n\x0cShardedArray\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x18\n\x10\x62ytes_per_device\x18\x06 \x01(\x04\"\xd6\x01\n\x19GetShardingReportResponse\x12\x0f\n\x07\x64\x65vices\x18\x01 \x03(\t\x12#\n\x04\x61xes\x18\x02 \x03(\x0b\x32\x15.pagedjax.v1.MeshAxis\x12*\n\x07weights\x18\x03 \x03(\x0b\x32\x19.pagedjax.v1.ShardedArray\x12\'\n\x04pool\x18\x04 \x01(\x0b\x32\x19.pagedjax.v1.ShardedArray\x12.\n\x0bpool_scales\x18\x05 \x01(\x0b\x32\x19.pagedjax.v1.ShardedArray\"2\n\x0cTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"J\n\x08\x44\x65\x63ision\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\x10\n\x08why_json\x18\x04 \x01(\t\"9\n\rTraceResponse\x12(\n\tdecisions\x18\x01 \x03(\x0b\x32\x15.pagedjax.v1.Decision2\xba\x02\n\x05\x41\x64min\x12>\n\x05\x44rain\x12\x19.pagedjax.v1.DrainRequest\x1a\x1a.pagedjax.v1.DrainResponse\x12M\n\nGetBuckets\x12\x1e.pagedjax.v1.GetBucketsRequest\x1a\x1f.pagedjax.v1.GetBucketsResponse\x12\x62\n\x11GetShardingReport\x12%.pagedjax.v1.GetShardingReportRequest\x1a&.pagedjax.v1.GetShardingReportResponse\x12>\n\x05Trace\x12\x19.pagedjax.v1.TraceRequest\x1a\x1a.pagedjax.v1.TraceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,13 +48,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHARDEDARRAY']._serialized_start=466
   _globals['_SHARDEDARRAY']._serialized_end=579
   _globals['_GETSHARDINGREPORTRESPONSE']._serialized_start=582
-  _globals['_GETSHARDINGREPORTRESPONSE']._serialized_end=748
-  _globals['_TRACEREQUEST']._serialized_start=750
-  _globals['_TRACEREQUEST']._serialized_end=800
-  _globals['_DECISION']._serialized_start=802
-  _globals['_DECISION']._serialized_end=876
-  _globals['_TRACERESPONSE']._serialized_start=878
-  _globals['_TRACERESPONSE']._serialized_end=935
-  _globals['_ADMIN']._serialized_start=938
-  _globals['_ADMIN']._serialized_end=1252
+  _globals['_GETSHARDINGREPORTRESPONSE']._serialized_end=796
+  _globals['_TRACEREQUEST']._serialized_start=798
+  _globals['_TRACEREQUEST']._serialized_end=848
+  _globals['_DECISION']._serialized_start=850
+  _globals['_DECISION']._serialized_end=924
+  _globals['_TRACERESPONSE']._serialized_start=926
+  _globals['_TRACERESPONSE']._serialized_end=983
+  _globals['_ADMIN']._serialized_start=986
+  _globals['_ADMIN']._serialized_end=1300
 # @@protoc_insertion_point(module_scope)

@@ -77,16 +77,18 @@ class ShardedArray(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., spec: _Optional[str] = ..., bytes: _Optional[int] = ..., bytes_per_device: _Optional[int] = ...) -> None: ...
 
 class GetShardingReportResponse(_message.Message):
-    __slots__ = ("devices", "axes", "weights", "pool")
+    __slots__ = ("devices", "axes", "weights", "pool", "pool_scales")
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     AXES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    POOL_SCALES_FIELD_NUMBER: _ClassVar[int]
     devices: _containers.RepeatedScalarFieldContainer[str]
     axes: _containers.RepeatedCompositeFieldContainer[MeshAxis]
     weights: _containers.RepeatedCompositeFieldContainer[ShardedArray]
     pool: ShardedArray
-    def __init__(self, devices: _Optional[_Iterable[str]] = ..., axes: _Optional[_Iterable[_Union[MeshAxis, _Mapping]]] = ..., weights: _Optional[_Iterable[_Union[ShardedArray, _Mapping]]] = ..., pool: _Optional[_Union[ShardedArray, _Mapping]] = ...) -> None: ...
+    pool_scales: ShardedArray
+    def __init__(self, devices: _Optional[_Iterable[str]] = ..., axes: _Optional[_Iterable[_Union[MeshAxis, _Mapping]]] = ..., weights: _Optional[_Iterable[_Union[ShardedArray, _Mapping]]] = ..., pool: _Optional[_Union[ShardedArray, _Mapping]] = ..., pool_scales: _Optional[_Union[ShardedArray, _Mapping]] = ...) -> None: ...
 
 class TraceRequest(_message.Message):
     __slots__ = ("request_id", "tenant")
