@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--dtype", default="float32", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "float32", "bfloat16", "int8", "float8_e4m3fn"])
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-memory", type=int, default=1 << 30, help="bytes")
     parser.add_argument(
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     start = start_up(argv) if "s" in args.only and not args.first_token_only else {}
     options = {"dtype": args.dtype, "max_model_len": args.max_model_len, "cache.kv_memory": args.kv_memory}
-    options["cache.reserve"] = args.reserve
+    options |= {"cache.reserve": args.reserve, "cache.kv_dtype": args.kv_dtype}
     with LLM(args.model, compile_cache=args.compile_cache, **options) as llm:
         if args.first_token_only:
             timed(llm, [(WORKLOADS["a"](0, llm.engine.model.vocab_size)[0][0], 1)])

@@ -55,6 +55,9 @@ WINDOWED = ModelConfig(
 )
 
 
+HLO_NAMES = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
+
+
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
     return mesh_of("v5e")
@@ -66,8 +69,8 @@ def mesh_of(chip: str) -> Mesh:
     return Mesh(np.asarray(devices[:4]).reshape(1, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def abstract_state(mesh: Mesh, cfg: ModelConfig, num_blocks: int) -> DeviceState:
-    config = with_options(EngineConfig(), {"dtype": "bfloat16", "block_size": 128})
+def abstract_state(mesh: Mesh, cfg: ModelConfig, num_blocks: int, kv_dtype: str = "auto") -> DeviceState:
+    config = with_options(EngineConfig(), {"dtype": "bfloat16", "block_size": 128, "cache.kv_dtype": kv_dtype})
     layout = shard_layout(cfg, 4)
     state = DeviceState(kv=abstract_pool(config, layout.cfg, "tpu", num_blocks), lanes=abstract_lanes(64, 8192, layout.vocab))
     shardings = state_shardings(state, mesh)
@@ -76,28 +79,30 @@ def abstract_state(mesh: Mesh, cfg: ModelConfig, num_blocks: int) -> DeviceState
 
 def bytes_of_a_chip(state: DeviceState) -> int:
     """Of the pool."""
-    return int(np.prod(state.kv.shape)) * state.kv.dtype.itemsize // 4
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.kv)) // 4
 
 
 @pytest.mark.parametrize(
-    ("chip", "cfg", "bucket", "steps"),
+    ("chip", "cfg", "bucket", "steps", "kv_dtype"),
     [
-        ("v5e", LLAMA_3_8B, Bucket(64, 64), 8),
-        ("v5e", LLAMA_3_8B, Bucket(512, 64), 8),
-        ("v5e", WINDOWED, Bucket(64, 64), 1),
-        ("v6e", LLAMA_3_8B, Bucket(512, 64), 1),
+        ("v5e", LLAMA_3_8B, Bucket(64, 64), 8, "bfloat16"),
+        ("v5e", LLAMA_3_8B, Bucket(512, 64), 8, "bfloat16"),
+        ("v5e", LLAMA_3_8B, Bucket(512, 64), 1, "int8"),
+        ("v5e", WINDOWED, Bucket(64, 64), 1, "bfloat16"),
+        ("v6e", LLAMA_3_8B, Bucket(512, 64), 1, "bfloat16"),
+        ("v6e", LLAMA_3_8B, Bucket(64, 64), 8, "float8_e4m3fn"),
     ],
     ids=lambda x: x.architecture if isinstance(x, ModelConfig) else str(x),
 )
 def test_a_whole_step_uses_the_kernels_and_writes_the_pool_in_place(
-    chip: str, cfg: ModelConfig, bucket: Bucket, steps: int
+    chip: str, cfg: ModelConfig, bucket: Bucket, steps: int, kv_dtype: str
 ) -> None:
     """Temporaries below one layer's K and V, on each chip; the alias covers the pool, and nothing copies it. With 8 steps a decode
     bucket is a loop around the step."""
     mesh, layout = mesh_of(chip), shard_layout(cfg, 4)
     model = model_for(cfg.architecture)
     params = abstract_params(model.param_specs(layout.cfg, "bfloat16", layout.vocab), layout.cfg, mesh, stacked=True)
-    state = abstract_state(mesh, cfg, 2048)
+    state = abstract_state(mesh, cfg, 2048, kv_dtype)
     compiled = lower_step(StepSpec(model, layout.cfg, mesh, steps), bucket, params, state, 8192 // 128).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -107,9 +112,11 @@ def test_a_whole_step_uses_the_kernels_and_writes_the_pool_in_place(
     text = compiled.as_text()
     kernels = {name for name in ("kv_write", "paged_decode", "paged_attention") if f"%{name}" in text}
     assert kernels == {"kv_write", "paged_decode"} | ({"paged_attention"} if bucket.tokens > bucket.rows else set())
-    of_a_chip = ",".join(str(n) for n in (*state.kv.shape[:3], state.kv.shape[3] // 4, *state.kv.shape[4:]))
-    assert f"bf16[{of_a_chip}]" in text
-    assert not re.search(rf"= bf16\[{of_a_chip}\]\S* (copy|copy-start|transpose)\(", text)
+    for leaf in jax.tree.leaves(state.kv):  # the pool, and where it has 8 bits its scales
+        shape = ",".join(str(n) for n in (*leaf.shape[:3], leaf.shape[3] // 4, *leaf.shape[4:]))
+        of_a_chip = f"{HLO_NAMES[leaf.dtype.name]}[{shape}]"
+        assert of_a_chip in text
+        assert not re.search(rf"= {re.escape(of_a_chip)}\S* (copy|copy-start|transpose)\(", text)
 
 
 def test_a_block_moves_alone(mesh: Mesh) -> None:
