@@ -12,6 +12,8 @@ from serving.events import Ended, Event, Observer, Refused
 
 LOG = logging.getLogger("pagedjax.serving")
 LONGEST = 1000  # characters of a sentence, which may repeat what a client sent
+RESET = "ExecuteBatchError raised in core by servicer method"
+GRPC = logging.getLogger("grpc._cython.cygrpc")
 FIELDS = "fields"  # attribute of a record: what a program would look for, by name
 
 
@@ -41,6 +43,17 @@ def setup(kind: Literal["text", "json"]) -> None:
     logging.getLogger().handlers[:] = [handler]
     logging.captureWarnings(True)
     LOG.setLevel(logging.INFO)
+    GRPC.addFilter(client_went_away)
+
+
+def client_went_away(record: logging.LogRecord) -> bool:
+    """gRPC calls it an error, with a traceback, where a client resets its stream while the answer is being sent, unless it has
+    heard of the reset before: nobody's fault, so one line of information."""
+    said = record.getMessage()
+    if said.startswith(RESET):
+        record.levelno, record.levelname, record.exc_info = logging.INFO, "INFO", None
+        record.msg, record.args = f"a client went away while it was answered by {said[len(RESET) :].strip()}", ()
+    return True
 
 
 def requests(*, prompts: bool) -> Observer:
