@@ -82,6 +82,16 @@ def bytes_of_a_chip(state: DeviceState) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.kv)) // 4
 
 
+def without_renamed_tiles(text: str) -> str:
+    """XLA reads arrays of 8 bits as if their tiles had other heights: by fusions of a copy whose output is their operand in place,
+    which move nothing."""
+    for name in re.findall(r"^%(copy_fusion\S*) \(", text, re.MULTILINE):
+        calls = [line for line in text.splitlines() if re.search(rf"calls=%{re.escape(name)}\b(?!\.)", line)]
+        if calls and all("output_to_operand_aliasing={{}: (0, {})}" in line for line in calls):
+            text = re.sub(rf"^%{re.escape(name)} \(.*?^}}$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return text
+
+
 @pytest.mark.parametrize(
     ("chip", "cfg", "bucket", "steps", "kv_dtype"),
     [
@@ -102,14 +112,14 @@ def test_a_whole_step_uses_the_kernels_and_writes_the_pool_in_place(
     mesh, layout = mesh_of(chip), shard_layout(cfg, 4)
     model = model_for(cfg.architecture)
     params = abstract_params(model.param_specs(layout.cfg, "bfloat16", layout.vocab), layout.cfg, mesh, stacked=True)
-    state = abstract_state(mesh, cfg, 2048, kv_dtype)
+    state = abstract_state(mesh, cfg, 2048 if kv_dtype == "bfloat16" else 4096, kv_dtype)
     compiled = lower_step(StepSpec(model, layout.cfg, mesh, steps), bucket, params, state, 8192 // 128).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
     pool = bytes_of_a_chip(state)
     assert memory.alias_size_in_bytes >= pool
     assert memory.temp_size_in_bytes < pool // cfg.layer_groups.size, f"{memory.temp_size_in_bytes >> 20} MiB"
-    text = compiled.as_text()
+    text = without_renamed_tiles(compiled.as_text() or "")
     kernels = {name for name in ("kv_write", "paged_decode", "paged_attention") if f"%{name}" in text}
     assert kernels == {"kv_write", "paged_decode"} | ({"paged_attention"} if bucket.tokens > bucket.rows else set())
     for leaf in jax.tree.leaves(state.kv):  # the pool, and where it has 8 bits its scales
