@@ -40,7 +40,8 @@ export UV_SYSTEM_CERTS ?= true
 .venv/ready: pyproject.toml constraints.txt .python-version | $(OWN_UV)
 	@echo "making .venv"
 	@$(UV) venv --quiet --allow-existing --python "$$(cat .python-version)" .venv
-	@$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --editable . --group dev
+	@$(UV) pip install --quiet --python $(PY) --constraint constraints.txt --build-constraint constraints.txt --compile-bytecode --editable . --group dev
+	@$(PY) -m compileall -q pagedjax pallas_kernels checkpoints serving
 	@touch $@
 
 install: .venv/ready

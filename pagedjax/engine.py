@@ -20,6 +20,7 @@ from pagedjax.debug import PoolWatch
 from pagedjax.device.compile import (
     Compiled,
     Lower,
+    all_kept,
     compilations_of_this_thread,
     compile_all,
     lower_read_block,
@@ -96,17 +97,23 @@ class Engine:
         num_blocks = pool_blocks(config, layout.cfg, mesh, to_load=to_load, temp_bytes=partial(self._largest_temp, spec))
         places = swap_places(config, layout.cfg, mesh.devices.flat[0].platform)
         state = self._abstract_state(spec, num_blocks)
-        with ThreadPoolExecutor(1, "load") as thread:
+        with ThreadPoolExecutor(2, "start") as threads:
             start = time.perf_counter()
-            loading = thread.submit(_timed, load or (lambda: params))
-            self.executables, others = self._compile(spec, state, places > 0 or config.debug, progress)
+            loading = threads.submit(_timed, load or (lambda: params))
+            zero, *programs = self._programs(spec, state, places > 0 or config.debug)
+            # The pool takes a second for 2 to 4 GiB; it need not wait where nothing is compiled, whose memory is given back first.
+            early = all_kept([zero, *programs], mesh, config.compile_cache)
+            zeros = threads.submit(self._zero_state, zero) if early else None
+            compiled = self._compile(programs, progress)
             self.compile_seconds = time.perf_counter() - start
             self.params, self.load_seconds = loading.result()
+        self.executables = {bucket: compiled[bucket] for bucket in self.buckets}
+        others: dict[str, Compiled] = {name: program for name, program in compiled.items() if isinstance(name, str)}
         self._write_lane, self._write_mask = others["set_lane"], others["set_mask"]
         self.host_tier = HostTier(others["read_block"].call, others["write_block"].call, places) if places else None
         moves = (others["read_block"].call, others["write_block"].call) if config.debug else None
         release_freed()
-        self.state: DeviceState = others["zero_state"].call()
+        self.state = zeros.result() if zeros else self._zero_state(zero)
         self._watch = PoolWatch(*moves, self.state.kv, mesh) if moves else None
         if self._watch is not None:
             num_blocks -= 1  # the guard
@@ -285,22 +292,28 @@ class Engine:
         memory = lowered.compile().memory_analysis()
         return memory.temp_size_in_bytes if memory else 0
 
-    def _compile(
-        self, spec: StepSpec, state: DeviceState, swaps: bool, progress: Progress
-    ) -> tuple[dict[Bucket, Compiled], dict[str, Compiled]]:
-        """The steps, and the small programs beside them by name."""
+    def _programs(self, spec: StepSpec, state: DeviceState, swaps: bool) -> list[tuple[Bucket | str, Lower]]:
+        """The small programs by name, zero_state first, and the steps by bucket."""
         max_model_len = self.config.schedule.max_model_len
-        lowerings: list[tuple[Any, Lower]] = [
+        programs: list[tuple[Bucket | str, Lower]] = [
             ("zero_state", partial(lower_zero_state, state)),
             ("set_lane", partial(lower_set_lane, spec, state, max_model_len, self._vocab)),
             ("set_mask", partial(lower_set_mask, spec, state)),
         ]
         if swaps:
-            lowerings.append(("read_block", partial(lower_read_block, state, self.mesh)))
-            lowerings.append(("write_block", partial(lower_write_block, state, self.mesh)))
-        names = [name for name, _ in lowerings]
-        lowerings += [(bucket, partial(lower_step, spec, bucket, self.params, state, self._table_width)) for bucket in self.buckets]
-        total, done, lock = len(lowerings), 0, threading.Lock()
+            programs.append(("read_block", partial(lower_read_block, state, self.mesh)))
+            programs.append(("write_block", partial(lower_write_block, state, self.mesh)))
+        steps = ((bucket, partial(lower_step, spec, bucket, self.params, state, self._table_width)) for bucket in self.buckets)
+        return [*programs, *steps]
+
+    def _zero_state(self, program: tuple[Bucket | str, Lower]) -> DeviceState:
+        (compiled,) = self._compile([program]).values()
+        return compiled.call()
+
+    def _compile(
+        self, programs: Sequence[tuple[Bucket | str, Lower]], progress: Progress = lambda *_: None
+    ) -> dict[Bucket | str, Compiled]:
+        total, done, lock = len(programs), 0, threading.Lock()
         progress("compile", 0, total)
 
         def count(key: Any, _: Compiled) -> None:
@@ -310,8 +323,7 @@ class Engine:
                 done += 1
                 progress(f"compile {key}", done, total)
 
-        compiled = compile_all(lowerings, self.mesh, self.config.compile_cache, count)
-        return {bucket: compiled[bucket] for bucket in self.buckets}, {name: compiled[name] for name in names}
+        return compile_all(programs, self.mesh, self.config.compile_cache, count)
 
     def _check(self, request: Request) -> None:
         """Everything a request may get wrong that depends on the model."""

@@ -178,7 +178,8 @@ def test_no_host_memory_no_programs(
     monkeypatch.setattr("pagedjax.engine.compile_all", listed)
     with pytest.raises(Compiling):
         stories_engine(**{"cache.swap_memory": memory, "schedule.max_queued": 3})
-    assert {key for key in compiled if not isinstance(key, Bucket)} == {"zero_state", "set_lane", "set_mask"} | programs
+    named = {key for key in compiled if not isinstance(key, Bucket)} - {"zero_state"}  # which may run beside the others
+    assert named == {"set_lane", "set_mask"} | programs
 
 
 def test_swaps_without_host_memory(stories_engine: Callable[..., Engine]) -> None:

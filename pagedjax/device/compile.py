@@ -155,6 +155,13 @@ def compile_all(
         return {key: c.result() if isinstance(c, Future) else c for key, c in compiled.items()}
 
 
+def all_kept(programs: Iterable[tuple[Any, Lower]], mesh: Mesh, folder: str) -> bool:
+    """Whether none of them has to be compiled."""
+    options = compiler_options(mesh.devices.flat[0].platform)
+    files = [program_file(folder, lower, options, mesh) for _, lower in programs]
+    return all(file is not None and file.exists() for file in files)
+
+
 class _Counter(threading.local):
     compilations = 0
     cached = 0  # of these, taken from JAX's persistent cache
