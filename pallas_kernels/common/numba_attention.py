@@ -7,10 +7,9 @@ once for all of them, as in Juravsky et al. 2024, Hydragen (arXiv 2402.05099).
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
-import numba
 import numpy as np
 
-from pallas_kernels.common.numba_ffi import argument, array, prefetch, result, take
+from pallas_kernels.common.numba_ffi import argument, array, jit, prefetch, result, take
 
 TILE = 48  # queries: tokens times heads that share a kv head
 TOGETHER = 8  # rows of one token each that begin with the same block, and read what they share once
@@ -19,7 +18,7 @@ MATH = {"reassoc", "contract", "nsz", "arcp"}
 LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
 
 
-@numba.njit(fastmath=MATH)
+@jit(fastmath=MATH)
 def exp(x):
     """e^x of x <= 0, f32, to 5 units in the last place: 2^n times a Taylor polynomial of at most ln(2) / 2 either side of 0."""
     x = np.float32(-87) if x < np.float32(-87) else x
@@ -35,17 +34,17 @@ def exp(x):
     return y * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@numba.njit
+@jit
 def as_it_is(x):
     return np.float32(x)
 
 
-@numba.njit
+@jit
 def of_bfloat16(bits):
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
-@numba.njit
+@jit
 def of_float16(bits):
     """By moving the exponent: XLA's threads take subnormal numbers for 0."""
     size = np.uint32(bits) & np.uint32(0x7FFF)
@@ -55,7 +54,7 @@ def of_float16(bits):
     return -x if np.uint32(bits) >= np.uint32(0x8000) else x
 
 
-@numba.njit
+@jit
 def of_float8_e4m3fn(bits):
     size = np.uint32(bits) & np.uint32(0x7F)
     x = np.uint32(np.uint32(size << np.uint32(20)) + np.uint32(120 << 23)).view(np.float32)
@@ -74,14 +73,14 @@ DTYPES = {
 }
 
 
-@numba.njit(fastmath=MATH | {"nnan"})
+@jit(fastmath=MATH | {"nnan"})
 def largest(values, first, last, top):
     for p in range(first, last):
         top = values[p] if values[p] > top else top
     return top
 
 
-@numba.njit
+@jit
 def rows_and_tiles(starts, tables, first, rows, group, windowed):
     """How many rows from `first` on go together, and how many tiles of queries they are."""
     count = np.int64(starts[first + 1]) - starts[first]
@@ -94,7 +93,7 @@ def rows_and_tiles(starts, tables, first, rows, group, windowed):
     return size, (size * group + TILE - 1) // TILE
 
 
-@numba.njit
+@jit
 def item_count(frame):
     group = argument(frame, 0)[1][1] // argument(frame, 1)[1][3]
     ints = array(argument(frame, 2)[0], (2,), np.int32)
@@ -117,7 +116,7 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
     zero, one, lowest = np.float32(0), np.float32(1), np.float32(-1e29)
 
     # Loops begin at 0: Numba lets indices count from the end, which costs a test where it does not see that they are not negative.
-    @numba.njit
+    @jit
     def load(part, tokens, ahead):
         """The first tokens as f32, and zeros where there are fewer. Prefetches as many from an address on."""
         for line in range(0, CHUNK * token_bytes, 64):
@@ -130,7 +129,7 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
                 for d in range(width):
                     part[j, d] = zero
 
-    @numba.njit(fastmath=MATH)
+    @jit(fastmath=MATH)
     def score(scores, queries, part, at):
         """Products of the queries with four tokens."""
         for r in range(queries.shape[0]):
@@ -143,7 +142,7 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
                 e += x * part[3, d]
             scores[r, at], scores[r, at + 1], scores[r, at + 2], scores[r, at + 3] = a, b, c, e
 
-    @numba.njit(fastmath=MATH)
+    @jit(fastmath=MATH)
     def add_weighted(sums, weights, part, at):
         """Adds four tokens."""
         for r in range(sums.shape[0]):
@@ -151,7 +150,7 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
             for d in range(width):
                 sums[r, d] += a * part[0, d] + b * part[1, d] + c * part[2, d] + e * part[3, d]
 
-    @numba.njit(fastmath=MATH)
+    @jit(fastmath=MATH)
     def cap(values, count, soft_cap):
         """As in Gemma 2 (arXiv 2408.00118)."""
         for p in range(count):
@@ -159,7 +158,7 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
             y = soft_cap * (one - t) / (one + t)
             values[p] = y if values[p] > zero else -y
 
-    @numba.njit(fastmath=MATH)
+    @jit(fastmath=MATH)
     def weigh(values, first, last, count, top):
         """`count` scores into weights, which are 0 but from `first` to `last`; their sum."""
         total = zero
@@ -169,12 +168,12 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
             total += x
         return total
 
-    @numba.njit(fastmath=MATH)
+    @jit(fastmath=MATH)
     def rescale(values, factors):
         for p in range(factors.shape[0]):
             values[p] *= factors[p]
 
-    @numba.njit(fastmath=MATH)
+    @jit(fastmath=MATH)
     def attend(kv, scales, pool, base, k, table, begin, end, places, window, soft_cap, queries, scores, top, total, sums, part):
         """Queries to the tokens `begin` to `end` of a table's row; each sees those up to its place."""
         kv_heads = kv.shape[2]
@@ -208,7 +207,7 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
                 load(part, values[c * CHUNK :], ahead + c * CHUNK * token_bytes)
                 add_weighted(sums, scores, part, c * CHUNK)
 
-    @numba.njit(fastmath=MATH)
+    @jit(fastmath=MATH)
     def kernel(frame, job):
         address, dims = argument(frame, 0)
         tokens, heads = dims[0], dims[1]

@@ -9,6 +9,7 @@ arrays by `argument` and `result`. Several threads run it at once. What is read 
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 import importlib
+from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -21,6 +22,8 @@ from numba.core.extending import intrinsic
 
 from pallas_kernels.common.machine_code import Recipe, Target
 
+# For functions that other kernels call and Python does not: the two wrappers of each take a third of the time to compile.
+jit: Any = partial(numba.njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 WORD = types.intp
 # Places in the call frame, in words of 8 bytes, and of what it leads to.
 EXTENSION, API, CONTEXT, ARGS, RETS = 1, 2, 3, 9, 14
@@ -98,49 +101,49 @@ def _address_of(name: str) -> Any:
     return address
 
 
-@numba.njit
+@jit
 def words(address, count):
     return numba.carray(_pointer(address, np.int64), count)
 
 
-@numba.njit
+@jit
 def _word(address, place):
     return numba.carray(_pointer(address, np.int64), place + 1)[place]
 
 
-@numba.njit
+@jit
 def argument(frame, index):
     """(address of the data, dims) of an argument."""
     buffer = _word(_word(frame, ARGS), index)
     return _word(buffer, BUFFER_DATA), words(_word(buffer, BUFFER_DIMS), 8)
 
 
-@numba.njit
+@jit
 def result(frame, index):
     """As `argument`, of a result."""
     buffer = _word(_word(frame, RETS), index)
     return _word(buffer, BUFFER_DATA), words(_word(buffer, BUFFER_DIMS), 8)
 
 
-@numba.njit
+@jit
 def array(address, shape, dtype):
     return numba.carray(_pointer(address, dtype), shape)
 
 
-@numba.njit
+@jit
 def take(job):
     """The next item, or -1."""
     item = _add(job + 8 * NEXT, 1)
     return item if item < _word(job, ITEMS) else -1
 
 
-@numba.njit
+@jit
 def _let_go(job):
     if _add(job + 8 * HOLDERS, -1) == 1:
         _free(job)
 
 
-@numba.njit
+@jit
 def _threads(frame):
     """How many threads XLA has for the call."""
     block = _malloc(8 * 5)
@@ -153,7 +156,7 @@ def _threads(frame):
     return count
 
 
-@numba.njit
+@jit
 def _schedule(frame, task, data):
     """Has a thread of XLA call the C function at `task` with `data`, some time."""
     block = _malloc(8 * 5)
@@ -163,7 +166,7 @@ def _schedule(frame, task, data):
     _free(block)
 
 
-@numba.njit
+@jit
 def _answer_version(extension):
     version = _word(extension, METADATA) + 8
     numbers = numba.carray(_pointer(version + 16, np.int32), 2)
@@ -200,10 +203,10 @@ def compile_target(name: str, recipe: Recipe) -> Target:
         threads = max(1, min(_threads(frame), items))
         job = _malloc(8 * JOB_WORDS)
         held = words(job, JOB_WORDS)
-        held[NEXT], held[INSIDE], held[HOLDERS], held[ITEMS], held[FRAME] = 0, 0, threads, items, frame
+        held[NEXT], held[INSIDE], held[HOLDERS], held[ITEMS], held[FRAME] = 0, 0, threads + 1, items, frame
         for _ in range(threads - 1):
             _schedule(frame, address_of_join(), job)
-        kernel(frame, job)
+        _call(address_of_join(), job)  # and not the kernel itself, which would be compiled into this function, too
         while _add(job + 8 * INSIDE, 0) > 0:
             _yield()
         _let_go(job)
