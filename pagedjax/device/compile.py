@@ -23,6 +23,7 @@ from pagedjax.device.step import StepSpec, run_step
 from pagedjax.errors import UserError, check
 from pagedjax.state import DeviceState, StepInput, StepOutput
 from pagedjax.wire import lane_fields, size, split, step_fields
+from pallas_kernels.common.machine_code import deferring
 
 Lower = partial[jax.stages.Lowered]  # one of the functions below and its arguments, which are all that the program depends on
 
@@ -135,6 +136,8 @@ def compile_all(
         return done
 
     def compile_lowered(key: Any, lowered: jax.stages.Lowered, file: Path | None, lowering_seconds: float) -> Compiled:
+        for wait in tuple(waits):
+            wait()
         start, known = time.perf_counter() - lowering_seconds, _counter.cached
         executable = lowered.compile(compiler_options=options)
         if file is not None and _counter.cached == known:  # saved again, what is from JAX's cache would lack its functions
@@ -142,7 +145,8 @@ def compile_all(
         return finish(key, executable, start)
 
     compiled: dict[Any, Compiled | Future[Compiled]] = {}
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as threads:
+    # Programs are lowered while their kernels are compiled.
+    with deferring() as waits, ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as threads:
         for key, lower in programs:
             start = time.perf_counter()
             file = program_file(folder, lower, options, mesh)

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import llvmlite.binding as llvm
 from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
-from pallas_kernels.common.machine_code import Recipe, Target, registered
+from pallas_kernels.common.machine_code import Recipe, Target, registered, wait
 from pallas_kernels.common.numba_ffi import compile_target, joining_symbol
 
 # The package without its own imports: JAX takes seconds, and kernels for Numba do not need it.
@@ -27,15 +28,31 @@ from pallas_kernels.common.numba_ffi import compile_target
 pickle.dump(compile_target(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer)
 """
 
+_threads = ThreadPoolExecutor(1, "kernels")
+_made: dict[str, Future[Target]] = {}  # by name of the target
 _code: list[Any] = []  # of the targets; it must not go
 _lock = threading.Lock()
 
 
 def ensure(name: str, recipe: Recipe) -> None:
-    """XLA can call the kernel by this name from then on; the first time it is compiled, which takes seconds."""
+    """XLA can call the kernel by this name when it compiles (`machine_code.wait`). The first time it is compiled, which takes
+    seconds, in another thread."""
+
+    def register() -> None:
+        target = made.result()
+        with _lock:
+            if name not in registered:
+                _register(target)
+
     with _lock:
-        if name not in registered:
-            _register(compile_apart(name, recipe) or compile_target(name, recipe))
+        if name in registered:
+            return
+        made = _made.get(name) or _made.setdefault(name, _threads.submit(_make, name, recipe))
+    wait(register)
+
+
+def _make(name: str, recipe: Recipe) -> Target:
+    return compile_apart(name, recipe) or compile_target(name, recipe)
 
 
 def compile_apart(name: str, recipe: Recipe) -> Target | None:
