@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -58,6 +59,31 @@ def test_each_item_is_done_once_by_some_thread():
         held = np.bincount(turns.astype(int))[1:]
         assert held.sum() == COUNT and (np.diff(held) <= 0).all()
     assert np.asarray(jax.jit(call)(np.zeros(0, np.float32))).shape == (0, 2)
+
+
+def test_what_is_lowered_need_not_wait_for_its_kernel(monkeypatch: pytest.MonkeyPatch):
+    """It is lowered while the kernel is compiled; XLA compiles it when the kernel is there, and not before: the control."""
+    gate, make = threading.Event(), numba_targets._make
+
+    def slow(name: str, recipe: Recipe) -> machine_code.Target:
+        assert gate.wait(60)
+        return make(name, recipe)
+
+    def late(x: jax.Array) -> jax.Array:
+        numba_targets.ensure("test_late", RECIPE)
+        return jax.ffi.ffi_call("test_late", jax.ShapeDtypeStruct((*x.shape, 2), jnp.float32))(x)
+
+    monkeypatch.setattr(numba_targets, "_make", slow)
+    x = np.arange(COUNT, dtype=np.float32)
+    with machine_code.deferring() as waits:
+        lowered = jax.jit(late).lower(x)
+    assert len(waits) == 1 and "test_late" not in machine_code.registered
+    with pytest.raises(jax.errors.JaxRuntimeError, match="test_late"):
+        lowered.compile()
+    gate.set()
+    waits[0]()
+    np.testing.assert_array_equal(np.asarray(lowered.compile()(x))[:, 0], x * x)
+    numba_targets.ensure("test_late", RECIPE)  # there already: nothing to wait for
 
 
 def test_another_process_loads_what_was_compiled(tmp_path: Path):
