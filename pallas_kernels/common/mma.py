@@ -222,12 +222,14 @@ def logits(walk: Walk, softmax: Softmax, s: jax.Array, last: jax.Array, i: jax.A
 
 
 def queries(walk: Walk, q_ref: Any) -> list[Callable[[], jax.Array]]:
-    """Those of each piece of `columns`: held in registers, or, of wide heads, whose sums fill these, loaded again for each tile."""
+    """Those of each piece of `columns`: held in registers as far as these have room beside the sums, others loaded again for each
+    tile."""
     load = lambda part: plgpu.load(q_ref.at[:, part], layout=walk.left, optimized=False)
+    parts = columns(walk.width)
     if walk.width > 128:
-        return [partial(load, part) for part in columns(walk.width)]
-    held = [load(part) for part in columns(walk.width)]
-    return [lambda x=x: x for x in held]
+        return [partial(load, part) for part in parts]
+    first = load(parts[0])
+    return [lambda: first, *(partial(load, part) for part in parts[1:])]
 
 
 def attend_tiles(
