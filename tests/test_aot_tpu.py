@@ -100,7 +100,7 @@ def without_renamed_tiles(text: str) -> str:
         ("v5e", LLAMA_3_8B, Bucket(512, 64), 1, "int8"),
         ("v5e", WINDOWED, Bucket(64, 64), 1, "bfloat16"),
         ("v6e", LLAMA_3_8B, Bucket(512, 64), 1, "bfloat16"),
-        ("v6e", LLAMA_3_8B, Bucket(64, 64), 8, "float8_e4m3fn"),
+        pytest.param("v6e", LLAMA_3_8B, Bucket(64, 64), 8, "float8_e4m3fn", marks=pytest.mark.kernels_full),
     ],
     ids=lambda x: x.architecture if isinstance(x, ModelConfig) else str(x),
 )
