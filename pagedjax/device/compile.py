@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from pagedjax.state import DeviceState, StepInput, StepOutput
 from pagedjax.wire import lane_fields, size, split, step_fields
 from pallas_kernels.common.machine_code import deferring
 
+AHEAD = 2  # programs that are lowered, beside those that are compiled
 Lower = partial[jax.stages.Lowered]  # one of the functions below and its arguments, which are all that the program depends on
 
 
@@ -145,8 +147,10 @@ def compile_all(
         return finish(key, executable, start)
 
     compiled: dict[Any, Compiled | Future[Compiled]] = {}
-    # Programs are lowered while their kernels are compiled.
-    with deferring() as waits, ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as threads:
+    pending: deque[Future[Compiled]] = deque()
+    # Programs are lowered while their kernels are compiled, a few ahead: each takes some MiB until it is compiled.
+    workers = max(1, (os.cpu_count() or 1) // 4)
+    with deferring() as waits, ThreadPoolExecutor(workers) as threads:
         for key, lower in programs:
             start = time.perf_counter()
             file = program_file(folder, lower, options, mesh)
@@ -154,8 +158,11 @@ def compile_all(
             if kept is not None:
                 compiled[key] = finish(key, kept, start)
             else:
-                lowered = lower()
-                compiled[key] = threads.submit(compile_lowered, key, lowered, file, time.perf_counter() - start)
+                if len(pending) == workers + AHEAD:
+                    pending.popleft().result()
+                    start = time.perf_counter()
+                pending.append(threads.submit(compile_lowered, key, lower(), file, time.perf_counter() - start))
+                compiled[key] = pending[-1]
         return {key: c.result() if isinstance(c, Future) else c for key, c in compiled.items()}
 
 
