@@ -103,7 +103,7 @@ class Engine:
             zero, *programs = self._programs(spec, state, places > 0 or config.debug)
             # The pool takes a second for 2 to 4 GiB; it need not wait where nothing is compiled, whose memory is given back first.
             early = all_kept([zero, *programs], mesh, config.compile_cache)
-            zeros = threads.submit(self._zero_state, zero) if early else None
+            zeros = threads.submit(lambda: self._one(zero).call()).result if early else None
             compiled = self._compile(programs, progress)
             self.compile_seconds = time.perf_counter() - start
             self.params, self.load_seconds = loading.result()
@@ -112,8 +112,9 @@ class Engine:
         self._write_lane, self._write_mask = others["set_lane"], others["set_mask"]
         self.host_tier = HostTier(others["read_block"].call, others["write_block"].call, places) if places else None
         moves = (others["read_block"].call, others["write_block"].call) if config.debug else None
+        zeros = zeros or self._one(zero).call
         release_freed()
-        self.state = zeros.result() if zeros else self._zero_state(zero)
+        self.state: DeviceState = zeros()
         self._watch = PoolWatch(*moves, self.state.kv, mesh) if moves else None
         if self._watch is not None:
             num_blocks -= 1  # the guard
@@ -306,9 +307,9 @@ class Engine:
         steps = ((bucket, partial(lower_step, spec, bucket, self.params, state, self._table_width)) for bucket in self.buckets)
         return [*programs, *steps]
 
-    def _zero_state(self, program: tuple[Bucket | str, Lower]) -> DeviceState:
+    def _one(self, program: tuple[Bucket | str, Lower]) -> Compiled:
         (compiled,) = self._compile([program]).values()
-        return compiled.call()
+        return compiled
 
     def _compile(
         self, programs: Sequence[tuple[Bucket | str, Lower]], progress: Progress = lambda *_: None
