@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from bench.fuzz.values import FLOATS, FORMS, NO_NUMBERS, TEXTS
+from bench.fuzz.values import FLOATS, FORMS, NO_NUMBERS, TEXTS, spoiled_at
 from serving.proto.pagedjax.v1 import admin_pb2
 from serving.proto.pagedjax.v1 import inference_pb2 as pb
 
@@ -123,13 +123,9 @@ def is_map(kind: Any) -> bool:
 def damaged(rng: random.Random, data: bytes) -> bytes:
     """Bytes that are mostly no message of this type."""
     at = rng.randrange(len(data) + 1)
-    match rng.randrange(7):
-        case 0:
-            return data[:at]
-        case 1:
-            return data[:at] + rng.randbytes(rng.randint(1, 8)) + data[at:]
-        case 2:
-            return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+    match how := rng.randrange(7):
+        case 0 | 1 | 2:
+            return spoiled_at(rng, data, at, how)
         case 3:
             return rng.randbytes(rng.randint(1, 200))
         case 4:  # a field that nobody knows, which protobuf takes

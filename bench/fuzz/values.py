@@ -196,13 +196,9 @@ def encoded(rng: random.Random, value: Any) -> bytes:
     if rng.random() > 0.12:
         return data
     at = rng.randrange(len(data) + 1)
-    match rng.randrange(9):
-        case 0:
-            return data[:at]
-        case 1:
-            return data[:at] + rng.randbytes(rng.randint(1, 8)) + data[at:]
-        case 2:
-            return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+    match how := rng.randrange(9):
+        case 0 | 1 | 2:
+            return spoiled_at(rng, data, at, how)
         case 3:
             return data + rng.choice((b" ", b"\0", b"}", data))
         case 4:
@@ -214,3 +210,12 @@ def encoded(rng: random.Random, value: Any) -> bytes:
         case 7:
             return b'{"a":' * 20_000
     return b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"
+
+
+def spoiled_at(rng: random.Random, data: bytes, at: int, how: int) -> bytes:
+    """The data cut off there (0), with bytes more (1), or with another byte (2)."""
+    if how == 0:
+        return data[:at]
+    if how == 1:
+        return data[:at] + rng.randbytes(rng.randint(1, 8)) + data[at:]
+    return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]

@@ -12,7 +12,7 @@ from programs import found
 from pagedjax import LLM, SamplingParams
 
 BUF = found("buf")
-pytestmark = pytest.mark.skipif(not BUF, reason="needs buf")
+pytestmark = pytest.mark.skipif(not BUF, reason="needs buf, which `make install` installs")
 ONCE = "Once upon a time"
 GREEDY = {"temperature": 0, "max_tokens": 24}
 

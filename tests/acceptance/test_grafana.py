@@ -10,7 +10,7 @@ from http_server import Server, chat_model, running
 from loopback import until
 from scraper import PROMETHEUS, Ask, scraping
 
-pytestmark = pytest.mark.skipif(not PROMETHEUS, reason="needs the program prometheus")
+pytestmark = pytest.mark.skipif(not PROMETHEUS, reason="needs the program prometheus on the PATH (a package of Debian)")
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_token_counts_add_up(server: Server, reports: dict[str, Any]):
     assert counted(server, "vllm:request_success_total") == sum(COUNTS)
 
 
-@pytest.mark.skipif(not PROMETHEUS, reason="needs the program prometheus")
+@pytest.mark.skipif(not PROMETHEUS, reason="needs the program prometheus on the PATH (a package of Debian)")
 def test_its_own_questions_about_our_metrics_have_answers(reports: dict[str, Any]):
     """By Prometheus, which adds up what it saw between two scrapes."""
     asked = reports["summary_prometheus_metrics"]["successes"]

@@ -7,7 +7,7 @@ from http_server import Server, chat_model, running
 from loopback import until
 from scraper import PROMETHEUS, Ask, scraping
 
-pytestmark = pytest.mark.skipif(not PROMETHEUS, reason="needs the program prometheus")
+pytestmark = pytest.mark.skipif(not PROMETHEUS, reason="needs the program prometheus on the PATH (a package of Debian)")
 OF = '{model_name="stories"}'
 QUANTILES = ("e2e_request_latency", "time_to_first_token", "inter_token_latency", "request_time_per_output_token")
 MEANS = ("request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time")

@@ -26,7 +26,7 @@ from serving.proto.pagedjax.v1 import inference_pb2 as pb
 from serving.proto.pagedjax.v1.inference_pb2_grpc import InferenceStub
 
 NPM = Path(__file__).with_name("openai_npm")
-pytestmark = pytest.mark.skipif(not fleets.SMG, reason="needs smg")
+pytestmark = pytest.mark.skipif(not fleets.SMG, reason="needs smg, which `make acceptance` installs")
 CONTENT = "Tell me a story"
 
 

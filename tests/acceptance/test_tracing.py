@@ -74,7 +74,7 @@ def test_without_the_flag_nothing_of_it_is_imported(tmp_path: Path, compile_cach
     ]
 
 
-@pytest.mark.skipif(not SMG, reason="needs smg")
+@pytest.mark.skipif(not SMG, reason="needs smg, which `make acceptance` installs")
 def test_a_gateways_span_is_the_parent_of_ours(tmp_path: Path, compile_cache: str) -> None:
     with collecting() as collector, server(tmp_path, compile_cache, "--otlp-traces-endpoint", collector.endpoint) as (grpc, _):
         port = free_port()

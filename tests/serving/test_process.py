@@ -70,7 +70,7 @@ def process(cache: str, *args: str) -> Iterator[tuple[subprocess.Popen[str], Any
         server.stderr.close()
 
 
-@pytest.mark.skipif(process_age() is None, reason="needs Linux's /proc")
+@pytest.mark.skipif(process_age() is None, reason="needs Linux, whose /proc tells when a process began")
 def test_the_age_of_a_process() -> None:
     before = time.monotonic()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

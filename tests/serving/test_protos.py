@@ -41,7 +41,7 @@ def test_a_broken_promise_is_found(tmp_path: Path, was: str, becomes: str, told:
     """By what `make lint` runs; nothing is found in what is there."""
     buf = Path(sys.executable).with_name("buf")
     if not buf.exists():
-        pytest.skip("needs buf-bin")
+        pytest.skip("needs buf, which `make install` installs")
     shutil.copytree(ROOT / "serving" / "proto", tmp_path / "serving" / "proto")
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     file = tmp_path / "serving" / "proto" / "pagedjax" / "v1" / "inference.proto"
