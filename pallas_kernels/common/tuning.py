@@ -148,15 +148,15 @@ def place_of(entry: Entry) -> tuple[Any, ...]:
 
 
 def save(path: Path, entries: Sequence[Entry]) -> None:
-    """Writes the entries beside those that are there, in place of those for the same calls; all or nothing. ValueError for one
-    that is not complete."""
+    """Writes the entries beside those that are there, in place of those for the same calls (of the new ones the last); all or
+    nothing. ValueError for one that is not complete."""
     for entry in entries:
         wrong = complaints(entry)
         if wrong:
             raise ValueError(wrong[0])
-    new = [place_of(entry) for entry in entries]
-    kept = [entry for entry in load.__wrapped__(path) if not complaints(entry) and place_of(entry) not in new]
-    lines = [json.dumps(entry, sort_keys=True) for entry in sorted([*kept, *entries], key=place_of)]
+    kept = [entry for entry in load.__wrapped__(path) if not complaints(entry)]
+    by_place = {str(place_of(entry)): entry for entry in (*kept, *entries)}
+    lines = [json.dumps(entry, sort_keys=True) for entry in sorted(by_place.values(), key=place_of)]
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False, encoding="utf-8") as file:
         file.write("[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n")
     os.chmod(file.name, 0o644)

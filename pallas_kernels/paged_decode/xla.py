@@ -1,7 +1,7 @@
 """paged_decode in XLA: a loop over the live blocks of all rows with an online softmax; the whole context is never gathered.
 
 The work is one list of (row, block) pairs, row after row, so that rows of different lengths cost what they hold: an iteration
-takes the next pairs, makes a partial softmax of each, and folds them into the state of their rows. Where there are many rows,
+takes the next pairs, makes a partial softmax of each, and folds them into the state of their rows. Where the list can be long,
 long iterations come first and short ones do the rest: an iteration costs the same however few of its pairs are real.
 """
 
@@ -18,6 +18,7 @@ from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.targets import Chip
 
 STEP_BYTES = 4 << 20  # K and V moved in a short iteration, at most
+LONG_BYTES = 16 << 20  # and in a long one: on CPU it is half as fast with twice that
 MAX_PAIRS = 32  # of a short iteration
 
 
@@ -35,8 +36,10 @@ def pairs_per_step(rows: int, blocks: int, block_bytes: int) -> int:
 
 def default_config(spec: AttentionSpec) -> Config:
     pool = spec.pool
-    block_bytes = 2 * pool.kv_heads * pool.block_size * pool.width * jnp.dtype(spec.dtype).itemsize
-    return Config(pairs_per_step(max(2, spec.rows), spec.blocks, block_bytes), 4 if spec.rows > 8 else 1)
+    block_bytes = 2 * pool.kv_heads * pool.block_size * pool.width * compute_dtype(spec.dtype).itemsize
+    rows = max(2, spec.rows)
+    pairs = pairs_per_step(rows, spec.blocks, block_bytes)
+    return Config(pairs, max(1, min(4, spec.rows, LONG_BYTES // (pairs * block_bytes), rows * spec.blocks // (2 * pairs))))
 
 
 def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:

@@ -1,5 +1,6 @@
 """The tuner: run for real on this CPU, and with a candidate that does not compile."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from pallas_kernels.common import tuning
 from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.targets import chip_for
 from pallas_kernels.common.tuning import complaints, load, look_up
+from pallas_kernels.measure import with_donation
 from pallas_kernels.paged_decode import xla
 from pallas_kernels.tune import Trial, best_of, default_loads, entry_of, load_of, main, try_all
 from pallas_kernels.workload import Attention, Write
@@ -26,7 +28,7 @@ def test_what_it_writes_is_what_the_op_looks_up(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(
         tune, "OPS", (dataclasses.replace(tune.OPS[0], backends=(Backend("xla", (), "", candidates=lambda *_: few),)),)
     )
-    seconds = iter((3e-3, 1e-3, 2e-3))
+    seconds = iter((3e-3, 5e-3, 2e-3, 4e-3, 1e-3, 2e-3, 3e-3, 6e-3, 2e-3))  # in turns: the best of each counts
     compiled = []
     monkeypatch.setattr(tune, "with_donation", lambda f, *_: compiled.append(f.as_text()))
     monkeypatch.setattr(tune, "seconds_of", lambda *_, **__: next(seconds))
@@ -72,7 +74,7 @@ def test_what_is_tuned_without_being_told_has_something_to_choose(op, platform: 
     some = [
         b for b in op.backends if any(len(b.candidates(x.spec, chip_for(platform))) > 1 for x in loads if takes(b, x, platform))
     ]
-    assert len({load.name for load in loads}) == len(loads)
+    assert len({load.key.shape + (load.key.bucket,) for load in loads}) == len(loads)  # an entry for each
     assert bool(some) == ((op.name, platform) not in (("kv_write", "cpu"), ("paged_attention", "cpu"), ("kv_write", "cuda")))
 
 
@@ -86,6 +88,31 @@ def test_a_candidate_that_fails_is_told_and_left_out():
     (trial,) = try_all(load_of("paged_decode", SMALL), broken, None, 0.001, said.append)  # pyright: ignore[reportArgumentType]
     assert trial.config == xla.Config(2, 1)
     assert "Config(pairs=0, long=1): " in said[0] and "Error" in said[0] and "GB/s" in said[1]
+
+
+def test_a_candidate_that_fails_on_the_device_is_told_and_its_arguments_are_made_anew(monkeypatch: pytest.MonkeyPatch):
+    """In the second round, after its call gave the pool away: the others go on with another."""
+    call = Write(2, 32, kv_heads=1, width=8, block_size=16, dtype="float32")
+    backend = Backend("xla_tokens", (), "", candidates=lambda spec, chip: ["first", "second"])  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(tune, "trying", lambda *_: contextlib.nullcontext())
+    said, times, given = [], iter(range(99)), []
+
+    def seconds(f, **_):
+        jax.block_until_ready(f())
+        if next(times) == 2:
+            given[0][0].delete()
+            raise RuntimeError("out of memory")
+        return 1e-3
+
+    def remember(f, args, donate):
+        given.append(args)
+        return with_donation(f, args, donate)
+
+    monkeypatch.setattr(tune, "seconds_of", seconds)
+    monkeypatch.setattr(tune, "with_donation", remember)
+    (trial,) = try_all(call, backend, None, 0.001, said.append)
+    assert trial.config == "second" and said[0] == "  first: RuntimeError: out of memory" and next(times) == 5
+    assert given[0] is given[1]  # one pool for all
 
 
 def test_the_rule_stays_unless_something_gains():

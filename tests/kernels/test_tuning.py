@@ -123,7 +123,7 @@ def test_keys_are_what_sizes_depend_on():
 def test_what_is_written_stands_in_order_and_replaces_what_was_there(tmp_path: Path):
     path = tmp_path / "tuned.json"
     save(path, [entry(12), entry(4), entry(10, chip="v5e", provenance="heuristic")])
-    save(path, [entry(4, 99)])
+    save(path, [entry(4, 98), entry(4, 99)])
     said = json.loads(path.read_text())
     assert [(e["chip"], e["bucket"], e["config"]["tile"]) for e in said] == [("sm_90a", 4, 99), ("sm_90a", 12, 64), ("v5e", 10, 64)]
     assert [file.name for file in tmp_path.iterdir()] == ["tuned.json"]
