@@ -1,5 +1,6 @@
-"""Attention by every backend on calls that nobody thought of, against float64: a seed makes the call. A backend may refuse it, and is
-then asked about the next; what it takes must be right. NaN wherever nothing was written; table entries that no query sees name no block.
+"""Attention by every backend on calls that nobody thought of, against float64: a seed makes the call. A backend may refuse it, and
+is then asked about the next; what it takes must be right. NaN wherever nothing was written; table entries that no query sees name
+no block.
 
 RANDOM_CALLS=N python -m pytest tests/kernels/test_random.py -m '' has N calls of each backend.
 """
