@@ -134,7 +134,7 @@ protos: .venv/ready
 	$(PY) -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --pyi_out=. $(wildcard serving/proto/pagedjax/v1/*.proto)
 
 kernels: .venv/ready
-	$(PY) -m pytest tests/kernels -m kernels_full
+	$(PY) -m pytest tests/kernels -m 'kernels_full and not aot_tpu and not aot_gpu' --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 # Compilers for chips that are not here.
 .venv/ready-aot: .venv/ready

@@ -8,6 +8,7 @@ kernel is wrong.
 import argparse
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -91,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="where the report goes, named after the device")
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs")
     args = parser.parse_args(argv)
+    if not os.path.isdir(args.folder):
+        parser.error(f"folder must be one that exists; got {args.folder}")
     platform = platform_of(jax.devices()[0])
     name = re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
     checks = []

@@ -30,7 +30,9 @@ from bench import machine
 from bench.rivals import RIVALS, wait
 from pallas_kernels import OPS
 from pallas_kernels.common.dispatch import choose
+from pallas_kernels.common.layout import check
 from pallas_kernels.common.targets import Chip, chip_for, platform_of
+from pallas_kernels.common.tuning import check_file
 from pallas_kernels.measure import seconds_of, with_donation
 from pallas_kernels.workload import Attention, Load, Write, fill
 from pallas_kernels.workload_matmul import Grouped, Quantized
@@ -86,6 +88,7 @@ QUICK: tuple[Load, ...] = (
     Quantized(3, 64, 48, "float32", 32, True),
     Grouped(9, 32, 24, "float32", 3),
 )
+PICTURES = (".svg", ".png")
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,15 @@ def line(row: Row, device: Device) -> str:
     return f"{head}  {figures}" + ("" if row.error is None else f"  error {row.error:.1e}")
 
 
+def chosen_loads(platform: str, quick: bool, only: str | None) -> list[Load]:
+    """What is measured on a platform; ValueError where nothing has `only` in its op and name."""
+    loads = QUICK if quick else ON_CPU if platform == "cpu" else SERVING
+    found = [load for load in loads if only is None or only in f"{load.op} {load.name}"]
+    names = ", ".join(dict.fromkeys(load.op for load in loads))
+    check(bool(found), f"--only must be in the op and name of a case, of {names}; got {only}")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -262,6 +274,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.plot is not None and kernel_plot is None:
         parser.error("--plot: needs matplotlib, of the extra `plots`")
+    try:
+        check_file("--json", args.json)
+        check_file("--plot", args.plot)
+        fits = args.plot is None or args.plot.suffix.lower() in PICTURES
+        check(fits, f"--plot must end in {' or '.join(PICTURES)}; got {args.plot}")
+        loads = chosen_loads(platform_of(jax.devices()[0]), args.quick, args.only)
+    except ValueError as error:
+        parser.error(str(error))
     begin = time.monotonic()
     device = device_at_hand(args.quick)
     print(
@@ -270,9 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("not known" if device.chip is None else f"{device.spec[0]:.0f} GB/s, {device.spec[1]:.0f} TFLOP/s")
     print("* is what the op takes by itself; shares are of what was measured, then of the data sheet\n", flush=True)
     rows = []
-    for load in QUICK if args.quick else ON_CPU if device.platform == "cpu" else SERVING:
-        if args.only and args.only not in f"{load.op} {load.name}":
-            continue
+    for load in loads:
         late = time.monotonic() - begin > args.limit
         new = [Row(load.op, load.name, "all", False, None, why="no time was left")] if late else run_load(load, device, args.budget)
         for row in new:

@@ -29,8 +29,9 @@ from pallas_kernels.aot.compile import CompileError, compile_for
 from pallas_kernels.aot.targets import missing
 from pallas_kernels.aot.worker import Report
 from pallas_kernels.common.dispatch import Backend, Op
+from pallas_kernels.common.layout import check
 from pallas_kernels.common.targets import CHIPS, Chip, chip
-from pallas_kernels.common.tuning import ROOT, load, trying
+from pallas_kernels.common.tuning import ROOT, check_file, load, trying
 from pallas_kernels.workload import Load
 from pallas_kernels.workload_matmul import Grouped, Quantized
 
@@ -164,6 +165,18 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     return {"versions": versions, "rows": found}
 
 
+def chosen_cases(ops: Sequence[Op], chips: Sequence[Chip], backends: Sequence[str], short: bool) -> list[Case | Row]:
+    """`cases`; ValueError for a backend that none of the ops has, and where no case is left."""
+    names = dict.fromkeys(backend.name for op in ops for backend in op.backends)
+    for name in backends:
+        check(name in names, f"--backend must be one of {', '.join(names)}; got {name}")
+    found = list(cases(ops, chips, backends, short))
+    op_names, chip_names = ", ".join(op.name for op in ops), ", ".join(chip.name for chip in chips)
+    by = ", ".join(backends) or "any backend"
+    check(bool(found), f"--op, --chip and --backend must leave a case; got none of {op_names} by {by} for {chip_names}")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pallas_kernels.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -175,14 +188,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes everything there")
     args = parser.parse_args(argv)
     chips = [chip(name) for name in args.chip] if args.chip else list(CHIPS)
+    ops = [op for op in OPS if args.op is None or op.name in args.op]
+    try:
+        check_file("--json", args.json)
+        wanted = chosen_cases(ops, chips, args.backend, args.short)
+    except ValueError as error:
+        parser.error(str(error))
     for target in chips:
         reason = missing(target.name)
         if reason is not None:
             parser.error(f"{target.name}: {reason}")
-    ops = [op for op in OPS if args.op is None or op.name in args.op]
     print("  ".join(f"{name:<{width}}" for name, width in COLUMNS).rstrip(), flush=True)
     rows = []
-    for case in cases(ops, chips, args.backend, args.short):
+    for case in wanted:
         rows.append(case if isinstance(case, Row) else build(case))
         print(line(rows[-1]), flush=True)
     failed = sum(row.failed for row in rows)

@@ -18,7 +18,7 @@ DECODE, PREFILL, WRITE = Attention(64, 8192, layers=4), Attention(64, 8192, laye
 POOL: dict[str, tuple[Attention | Write, ...]] = {
     "paged_decode": (DECODE, replace(DECODE, dtype="float8_e4m3fn", scales="token")),
     "paged_attention": (PREFILL, replace(PREFILL, dtype="int8", scales="tensor", window=1024)),
-    "kv_write": (WRITE, replace(WRITE, dtype="int8", scales="token", new=32)),
+    "kv_write": (WRITE, replace(WRITE, dtype="int8", scales="token", new=32), replace(WRITE, new=128)),
 }
 INT8 = Quantized(64, 4096, 14336)
 PRODUCTS: dict[str, tuple[Quantized | Grouped, ...]] = {
@@ -92,7 +92,7 @@ def load_of_entry(op: Op, entry: Entry) -> Load | None:
         if product is not None:
             return product(tokens=size, **shape)
         if kind is Write:
-            return Write(rows=1, context=max(size, shape["block_size"]), new=size, **shape)
+            return Write(rows=1, context=max(8 * size, 8192), new=size, **shape)  # a pool that is larger than what is written
         context = min(size, 32768)
         new = {"ragged": True, "new": min(256, context)} if op.name == "paged_attention" else {}
         return None if kind is None else Attention(rows=max(1, size // context), context=context, **new, **shape)

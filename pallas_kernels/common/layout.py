@@ -8,10 +8,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 MASKED = -1e30  # a score that counts for nothing; finite, so that the difference of two of them is no NaN
 LOWEST = -1e29  # where running maxima start: so far above MASKED that exp(MASKED - maximum) is 0 even when nothing was seen
+
+
+POOL_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 
 
 class PoolShape(NamedTuple):
@@ -30,9 +35,11 @@ def check(ok: bool, message: str) -> None:
 
 def check_pool(kv: jax.Array) -> PoolShape:
     """The axes of kv[J, N, 2, K, P, D'], or ValueError."""
-    check(kv.ndim == 6 and kv.shape[2] == 2, f"kv must be [layers, blocks, 2, kv heads, block size, width]; got {kv.shape}")
-    floats = jnp.issubdtype(kv.dtype, jnp.floating) and kv.dtype != jnp.float64
-    check(floats or kv.dtype == jnp.int8, f"kv must hold floats or int8; got {kv.dtype}")
+    check(
+        kv.ndim == 6 and kv.shape[2] == 2 and min(kv.shape) >= 1,
+        f"kv must be [layers, blocks, 2, kv heads, block size, width], none of them 0; got {kv.shape}",
+    )
+    check(kv.dtype.name in POOL_DTYPES, f"kv must hold {', '.join(POOL_DTYPES)}; got {kv.dtype}")
     layers, blocks, _, kv_heads, block_size, width = kv.shape
     return PoolShape(layers, blocks, kv_heads, block_size, width)
 
@@ -44,14 +51,19 @@ def check_ints(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
 
 def check_layer(layer: jax.Array | int, layers: int) -> jax.Array:
     """layer as an i32 scalar; ValueError unless it is one, or when it is known and outside the pool."""
-    if isinstance(layer, int):
-        check(0 <= layer < layers, f"layer must be 0 to {layers - 1}; got {layer}")
-    layer = jnp.asarray(layer)
+    traced = isinstance(layer, Tracer)
+    one = layer if traced else np.asarray(layer)
     check(
-        layer.shape == () and jnp.issubdtype(layer.dtype, jnp.integer),
-        f"layer must be an i32 scalar; got {layer.dtype}{list(layer.shape)}",
+        one.shape == () and jnp.issubdtype(one.dtype, jnp.integer),
+        f"layer must be an i32 scalar; got {one.dtype}{list(one.shape)}",
     )
-    return layer.astype(jnp.int32)
+    check(traced or 0 <= int(one) < layers, f"layer must be 0 to {layers - 1}; got {layer}")
+    return jnp.asarray(one, jnp.int32)
+
+
+def check_floats(name: str, x: jax.Array) -> None:
+    """ValueError unless x holds floats."""
+    check(jnp.issubdtype(x.dtype, jnp.floating), f"{name} must hold floats; got {x.dtype}")
 
 
 def check_queries(
@@ -64,16 +76,23 @@ def check_queries(
     sinks: jax.Array | None,
 ) -> None:
     """What paged_decode and paged_attention ask of their inputs, or ValueError."""
-    check(q.ndim == 3, f"q must be [tokens, heads, width]; got {q.shape}")
+    check(q.ndim == 3 and min(q.shape) >= 1, f"q must be [tokens, heads, width], none of them 0; got {q.shape}")
+    check_floats("q", q)
     heads, width = q.shape[1:]
     check(heads % pool.kv_heads == 0, f"query heads must be a multiple of the {pool.kv_heads} kv heads; got {heads}")
     check(width <= pool.width, f"the head width of q must be at most the pool's {pool.width}; got {width}")
-    check(block_tables.ndim == 2 and block_tables.shape[1] >= 1, f"block_tables must be [rows, blocks]; got {block_tables.shape}")
+    check(
+        block_tables.ndim == 2 and min(block_tables.shape) >= 1,
+        f"block_tables must be [rows, blocks], none of them 0; got {block_tables.shape}",
+    )
     check_ints("block_tables", block_tables, block_tables.shape)
     check_ints("context_lens", context_lens, block_tables.shape[:1])
-    check(window is None or window >= 1, f"window must be at least 1; got {window}")
+    whole = window is None or (isinstance(window, int | np.integer) and 1 <= window < 1 << 31)
+    check(whole, f"window must be an integer from 1 to {(1 << 31) - 1}, or None; got {window}")
     check(soft_cap is None or soft_cap > 0, f"soft_cap must be positive; got {soft_cap}")
-    check(sinks is None or sinks.shape == (heads,), f"sinks must be [{heads}]; got {None if sinks is None else sinks.shape}")
+    if sinks is not None:
+        check(sinks.shape == (heads,), f"sinks must be [{heads}]; got {sinks.shape}")
+        check_floats("sinks", sinks)
 
 
 def ceil_div(a: jax.Array, b: int) -> jax.Array:

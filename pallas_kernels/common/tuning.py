@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.common.layout import check
 from pallas_kernels.common.spec import AttentionSpec, WriteSpec
 from pallas_kernels.common.targets import Chip
 
@@ -145,6 +146,14 @@ def complaints(entry: Entry) -> list[str]:
 def place_of(entry: Entry) -> tuple[Any, ...]:
     """What two entries may not have in common; entries stand in its order."""
     return entry["backend"], entry["chip"], sorted((k, str(v)) for k, v in entry["shape"].items()), entry["bucket"]
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """ValueError where no file can be at the path that a command's option names: for commands to ask before the work whose result
+    goes there. None: the option was not given."""
+    if path is not None:
+        check(os.path.isdir(path.parent), f"{option} must be in a folder that exists; got {path}")
+        check(not os.path.isdir(path), f"{option} must be a file and no folder; got {path}")
 
 
 def save(path: Path, entries: Sequence[Entry]) -> None:

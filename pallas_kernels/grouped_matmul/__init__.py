@@ -47,10 +47,13 @@ def grouped_matmul(
     and may hold anything, NaN included; so may the weights of an expert without rows. backend, platform: as in `dispatch.run`.
     """
     lhs, rhs, group_sizes = (jnp.asarray(x) for x in (lhs, rhs, group_sizes))
-    check(lhs.ndim == 2 and lhs.shape[0] >= 1, f"lhs must be [tokens, in] with at least one token; got {lhs.shape}")
+    check(lhs.ndim == 2 and min(lhs.shape) >= 1, f"lhs must be [tokens, in], none of them 0; got {lhs.shape}")
     check(lhs.dtype in DTYPES, f"lhs must be float32 or bfloat16; got {lhs.dtype}")
     tokens, inputs = lhs.shape
-    check(rhs.ndim == 3 and rhs.shape[2] == inputs, f"rhs must be [experts, out, {inputs}]; got {rhs.shape}")
+    check(
+        rhs.ndim == 3 and rhs.shape[2] == inputs and min(rhs.shape) >= 1,
+        f"rhs must be [experts, out, {inputs}], none of them 0; got {rhs.shape}",
+    )
     check(rhs.dtype == lhs.dtype, f"rhs must be {lhs.dtype}, as lhs; got {rhs.dtype}")
     check_ints("group_sizes", group_sizes, rhs.shape[:1])
     out = jnp.dtype(out_dtype or lhs.dtype)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
-from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool
+from pallas_kernels.common.layout import check, check_floats, check_ints, check_layer, check_pool
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.spec import TYPICAL_WRITE, WriteSpec
 from pallas_kernels.kv_write import xla
@@ -52,7 +52,9 @@ def kv_write(
     check(k.ndim == 3 and k.shape[1] == pool.kv_heads, f"k must be [tokens, {pool.kv_heads}, width]; got {k.shape}")
     check(k.shape == v.shape, f"k and v must have one shape; got {k.shape} and {v.shape}")
     check(k.shape[2] <= pool.width, f"the head width of k must be at most the pool's {pool.width}; got {k.shape[2]}")
-    check(k.shape[0] >= 1, f"k must hold at least one token; got {k.shape}")
+    check(min(k.shape) >= 1, f"k must hold at least one token, and a width; got {k.shape}")
+    check_floats("k", k)
+    check_floats("v", v)
     check_ints("slots", slots, k.shape[:1])
     check(num_rows >= 1, f"num_rows must be at least 1; got {num_rows}")
     layer = check_layer(layer, pool.layers)

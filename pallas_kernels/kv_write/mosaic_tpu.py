@@ -8,7 +8,8 @@ for another, and the tiles of one step are on their way out while the next one w
     SMEM  slots, runs             HBM -> VMEM  the tile of a run: 2 x K x tile x D', unless it is filled
     VMEM  new tokens, f32         VMEM -> HBM  the same tile
 
-Scales per token lie along the lanes, P of a block and head together: their tile is the whole block's.
+Scales per token lie along the lanes, P of a block and head together: their tile is the whole block's. Many tokens go in several
+calls, one after the other, so that what is made of them beforehand stays small.
 """
 
 import itertools
@@ -31,6 +32,7 @@ from pallas_kernels.common.targets import MIB, Chip
 from pallas_kernels.common.tuning import tuned, write_key
 
 WINDOW = 64  # tokens of a grid step, at most, and as many tiles on their way
+NEW_BYTES = 16 * MIB  # of new tokens in f32, in a call of the kernel
 BUFFERS = 16 * MIB  # of VMEM, or half of it: for the tiles of two steps and the tokens of two windows
 
 
@@ -44,6 +46,11 @@ def window_bytes(window: int, kv_heads: int, width: int, dtype: str) -> int:
 def scales_bytes(window: int, tokens: int, kv_heads: int, block_size: int) -> int:
     """VMEM that the scales take: blocks of two steps, and those of all tokens twice."""
     return 2 * 2 * round_up(kv_heads, SUBLANES) * 4 * (window * block_size + tokens + 2 * block_size + LANES)
+
+
+def tokens_of(pool: PoolShape, tokens: int) -> int:
+    """How many of so many tokens a call of the kernel takes."""
+    return min(tokens, round_up(NEW_BYTES // (2 * pool.kv_heads * pool.width * 4), WINDOW))
 
 
 @dataclass(frozen=True)
@@ -90,14 +97,9 @@ def supports(spec: WriteSpec, chip: Chip | None) -> str | None:
             f"needs blocks of a multiple of {LANES} tokens for scales per token; got block_size {pool.block_size}:"
             f" take {round_up(pool.block_size, LANES)}, or scales per tensor"
         )
-    if 4 * spec.tokens > chip.scalar_memory // 2:
-        return (
-            f"needs {4 * spec.tokens} bytes of scalar memory for the slots of {spec.tokens} tokens, and has"
-            f" {chip.scalar_memory // 2} of a {chip.name}'s {chip.scalar_memory} to use: take fewer tokens a step"
-        )
     needed = bytes_of(spec, Config(SUBLANES))
     if spec.scales == "token":
-        needed = max(needed, scales_bytes(WINDOW, spec.tokens, pool.kv_heads, pool.block_size))
+        needed = max(needed, scales_bytes(WINDOW, tokens_of(pool, spec.tokens), pool.kv_heads, pool.block_size))
     if needed > chip.fast_memory // 2:
         return (
             f"needs {needed} bytes of VMEM for {pool.kv_heads} heads of width {pool.width}, and has {chip.fast_memory // 2} of a"
@@ -281,15 +283,40 @@ def write(
     interpret: Any = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The pool, and where there are scales per token these too; shapes as in the op."""
-    kv_heads, block_size, width = kv.shape[3:]
+    pool = PoolShape(*kv.shape[:2], *kv.shape[3:])
     scales = "none" if kv_scales is None else "tensor" if kv_scales.ndim == 1 else "token"
-    spec = WriteSpec(k.shape[0], k.shape[0], k.shape[2], PoolShape(*kv.shape[:2], *kv.shape[3:]), str(kv.dtype), scales)
-    window = (config or config_of(spec, chip)).window
+    tokens = k.shape[0]
+    spec = WriteSpec(tokens, tokens, k.shape[2], pool, str(kv.dtype), scales)
+    window, count = (config or config_of(spec, chip)).window, tokens_of(pool, tokens)
+
+    def some(i: jax.Array, written: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+        """The last call writes some tokens again: its slice stays inside."""
+        new = [x if count == tokens else lax.dynamic_slice_in_dim(x, i * count, count) for x in (k, v, slots)]
+        return write_some(*written, *new, layer=layer, window=window, interpret=interpret)
+
+    calls, pools = pl.cdiv(tokens, count), (kv, kv_scales)
+    kv, kv_scales = some(jnp.int32(0), pools) if calls == 1 else lax.fori_loop(0, calls, some, pools)
+    return (kv, kv_scales) if scales == "token" and kv_scales is not None else kv
+
+
+def write_some(
+    kv: jax.Array,
+    kv_scales: jax.Array | None,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    *,
+    layer: jax.Array,
+    window: int,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The pool and the scales, after one call of the kernel for each."""
+    kv_heads, block_size, width = kv.shape[3:]
     k, v, made = as_stored(k, v, kv.dtype, kv_scales)
     new = in_windows(jnp.stack([pad_axis(x, 2, width) for x in (k, v)]), window, sublanes(kv.dtype))
     kv = write_runs(kv, new, layer, slots, window=window, of_scales=False, interpret=interpret)
     if made is None or kv_scales is None:
-        return kv
+        return kv, kv_scales
     new = pad_axis(jnp.stack([x.T for x in made]), 1, round_up(kv_heads, SUBLANES))
     behind = round_up(slots.shape[0] + 2 * block_size + LANES, LANES) - slots.shape[0] - block_size
     new = jnp.pad(new, ((0, 0), (0, 0), (block_size, behind)))

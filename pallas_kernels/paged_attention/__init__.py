@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
-from pallas_kernels.common.layout import check, check_ints, check_layer, check_pool, check_queries
+from pallas_kernels.common.layout import check_ints, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
 from pallas_kernels.paged_attention import xla
@@ -52,11 +52,11 @@ def paged_attention(
     The options are those of paged_decode.
     """
     q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
+    query_start, num_decode = jnp.asarray(query_start), jnp.asarray(num_decode)
     sinks, kv_scales = (None if x is None else jnp.asarray(x) for x in (sinks, kv_scales))
     pool = check_pool(kv)
     scales = check_scales(kv_scales, pool, kv.dtype)
     check_queries(q, pool, block_tables, context_lens, window, soft_cap, sinks)
-    check(q.shape[0] >= 1, f"q must hold at least one token; got {q.shape}")
     check_ints("query_start", query_start, (block_tables.shape[0] + 1,))
     check_ints("num_decode", num_decode, (1,))
     layer = check_layer(layer, pool.layers)

@@ -26,6 +26,7 @@ OP = Op(
     TYPICAL_MATMUL,
 )
 DTYPES = (jnp.float32, jnp.bfloat16)
+MOST_INPUTS = ((1 << 31) - 1) // 127**2  # whose products of int8 an i32 holds the sum of
 
 
 def quant_matmul(
@@ -41,12 +42,27 @@ def quant_matmul(
 
     x [T, in] f32 or bf16; weight an Int8Weight of [out, in] or an Int4Weight made of one. int8_activations (with int8 weights
     alone) rounds each row of x to multiples of max|x| / 127, multiplies in int8 and sums in i32. Without it int8 weights lose
-    nothing more, and int4 weights are rounded to x's dtype before they are multiplied. backend, platform: as in `dispatch.run`.
+    nothing more, and int4 weights are rounded to x's dtype before they are multiplied. An Int4Weight does not keep how many
+    inputs it was made of: x may have as many as fill the same groups. backend, platform: as in `dispatch.run`.
     """
     x = jnp.asarray(x)
-    check(x.ndim == 2 and x.shape[0] >= 1, f"x must be [tokens, in] with at least one token; got {x.shape}")
+    check(x.ndim == 2 and min(x.shape) >= 1, f"x must be [tokens, in], none of them 0; got {x.shape}")
     check(x.dtype in DTYPES, f"x must be float32 or bfloat16; got {x.dtype}")
     check(isinstance(weight, Weight), f"weight must be an Int8Weight or an Int4Weight; got {type(weight).__name__}")
+    weight = jax.tree.map(jnp.asarray, weight, is_leaf=lambda part: isinstance(part, list))
+    values, scales = weight.values, weight.scales
+    check(
+        values.ndim == 2 and min(values.shape) >= 1, f"values of the weight must be [out, in], none of them 0; got {values.shape}"
+    )
+    wide = 1 if isinstance(weight, Int8Weight) else 3
+    check(
+        scales.ndim == wide and min(scales.shape) >= 1,
+        f"scales of the weight must have {wide} axes, none of them 0; got {scales.shape}",
+    )
+    check(
+        not int8_activations or x.shape[1] <= MOST_INPUTS,
+        f"x must have at most {MOST_INPUTS} inputs with int8_activations, whose sums are i32; got {x.shape[1]}",
+    )
     out = jnp.dtype(out_dtype or x.dtype)
     check(out in DTYPES, f"out_dtype must be float32 or bfloat16; got {out}")
     spec = MatmulSpec(

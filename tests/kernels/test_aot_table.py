@@ -66,7 +66,7 @@ def test_backends_are_compiled_for_the_chips_of_their_platforms(compilers, tmp_p
     assert len(refused) == len(CHIPS) and all(" D 192 " in r["case"] and "seconds" not in r for r in refused)
     assert all(r["registers"] == 150 for r in rows if r not in refused)
     short, few = run("--short", path=tmp_path)
-    assert short == 0 and len(few) == len(CHIPS) * 2 + 4 * 2
+    assert short == 0 and len(few) == len(CHIPS) * 2 + 4 * 3
     assert {r["chip"] for r in run("--chip", "v6e", "--op", "kv_write", path=tmp_path)[1]} == {"v6e"}
     assert {r["backend"] for r in run("--backend", "xla", path=tmp_path)[1]} == {"xla"}
 
@@ -158,6 +158,31 @@ def test_a_product_must_not_spill_nor_expand_its_weights_in_memory(change: dict,
     assert isinstance(load, Quantized) and most_temporary(load) < 4096 * 14336
     case = table.Case(op, op.backends[1], chip("sm_90a"), load)
     assert table.fault(case, dataclasses.replace(GOOD, **change)) == result
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--backend", "nosuch"], "--backend must be one of fast, xla, xla_tokens; got nosuch"),
+        (["--op", "kv_write", "--backend", "xla", "--backend", "fast"], "--backend must be one of fast, xla_tokens; got xla"),
+        (
+            ["--op", "kv_write", "--chip", "sm_80", "--backend", "fast"],
+            "--op, --chip and --backend must leave a case; got none of kv_write by fast for sm_80",
+        ),
+        (["--op", "kv_write", "--chip", "sm_80"], "must leave a case; got none of kv_write by any backend for sm_80"),
+        (["--json", "/nowhere/x.json"], "--json must be in a folder that exists; got /nowhere/x.json"),
+        (["--json", "/"], "--json must be a file and no folder; got /"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_table_is_refused_before_anything_is_compiled(
+    compilers, capsys: pytest.CaptureFixture, argv: list[str], told: str
+):
+    with pytest.raises(SystemExit):
+        table.main(argv)
+    said = capsys.readouterr()
+    assert said.err.endswith(f"{told}\n")
+    assert said.out == "" and compilers[1] == []
 
 
 def test_a_compiler_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -40,6 +41,43 @@ def test_everything_runs_and_is_written(tmp_path: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert out.count("wanted") == out.count("not measured") == len(report["goals"])
     assert "read bandwidth measured on cpu" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--json", "/nowhere/x.json"], "--json must be in a folder that exists; got /nowhere/x.json"),
+        (["--json", "/"], "--json must be a file and no folder; got /"),
+        (["--plot", "/nowhere/x.svg"], "--plot must be in a folder that exists; got /nowhere/x.svg"),
+        (["--plot", "x.foo"], "--plot must end in .svg or .png; got x.foo"),
+        (
+            ["--only", "nosuch"],
+            "--only must be in the op and name of a case, of paged_decode, paged_attention, kv_write, .*; got nosuch",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_written_or_matches_nothing_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, argv: list[str], told: str
+):
+    monkeypatch.setattr(kernels, "device_at_hand", lambda quick: pytest.fail("measured"))
+    with pytest.raises(SystemExit):
+        kernels.main(argv)
+    assert re.search(f"error: {told}\n", capsys.readouterr().err)
+
+
+def test_only_chooses_by_op_and_name():
+    assert kernels.chosen_loads("cpu", True, None) == kernels.chosen_loads("cuda", True, "") == list(kernels.QUICK)
+    assert kernels.chosen_loads("cpu", False, "kv_write") == [load for load in kernels.ON_CPU if load.op == "kv_write"] != []
+
+
+def test_checks_on_a_gpu_need_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(gpu_checks, "compare", lambda *_: pytest.fail("checked"))
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "none", tmp_path / "file"):
+        with pytest.raises(SystemExit):
+            gpu_checks.main([str(folder), "--quick"])
+        assert f"folder must be one that exists; got {folder}" in capsys.readouterr().err
 
 
 def test_calls_are_made_one_after_the_other():

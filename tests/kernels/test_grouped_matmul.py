@@ -46,11 +46,13 @@ LHS, RHS, SIZES = jnp.ones((6, 8)), jnp.ones((2, 4, 8)), jnp.array([2, 3], jnp.i
 @pytest.mark.parametrize(
     ("args", "options", "match"),
     [
-        ((LHS[0], RHS, SIZES), {}, r"lhs must be \[tokens, in\] with at least one token; got \(8,\)"),
-        ((LHS[:0], RHS, SIZES), {}, r"lhs must be \[tokens, in\] with at least one token; got \(0, 8\)"),
+        ((LHS[0], RHS, SIZES), {}, r"lhs must be \[tokens, in\], none of them 0; got \(8,\)"),
+        ((LHS[:0], RHS, SIZES), {}, r"lhs must be \[tokens, in\], none of them 0; got \(0, 8\)"),
         ((LHS.astype(jnp.int8), RHS, SIZES), {}, "lhs must be float32 or bfloat16; got int8"),
-        ((LHS, RHS[0], SIZES), {}, r"rhs must be \[experts, out, 8\]; got \(4, 8\)"),
-        ((LHS, RHS[..., :7], SIZES), {}, r"rhs must be \[experts, out, 8\]; got \(2, 4, 7\)"),
+        ((LHS, RHS[0], SIZES), {}, r"rhs must be \[experts, out, 8\], none of them 0; got \(4, 8\)"),
+        ((LHS, RHS[..., :7], SIZES), {}, r"rhs must be \[experts, out, 8\], none of them 0; got \(2, 4, 7\)"),
+        ((LHS, RHS[:0], SIZES[:0]), {}, r"rhs must be .*; got \(0, 4, 8\)"),
+        ((LHS, RHS[:, :0], SIZES), {}, r"rhs must be .*; got \(2, 0, 8\)"),
         ((LHS, RHS.astype(jnp.bfloat16), SIZES), {}, "rhs must be float32, as lhs; got bfloat16"),
         ((LHS, RHS, SIZES[:1]), {}, r"group_sizes must be i32\[2\]; got int32\[1\]"),
         ((LHS, RHS, SIZES * 1.0), {}, r"group_sizes must be i32\[2\]; got float32\[2\]"),

@@ -9,7 +9,7 @@ from pallas_kernels import quant_matmul, quantize_int4, quantize_int8
 from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.cases import CASES, Case, make
 from pallas_kernels.quant_matmul.reference import dequantize, error_bound, reference
-from pallas_kernels.quant_matmul.weights import Int4Weight, quantize_rows
+from pallas_kernels.quant_matmul.weights import Int4Weight, Int8Weight, quantize_rows
 
 RNG = np.random.default_rng(0)
 W = (RNG.standard_normal((24, 200)) * np.exp(RNG.standard_normal((24, 1)) * 3)).astype(np.float32)
@@ -124,8 +124,8 @@ INT8, INT4 = quantize_int8(jnp.ones((4, 64))), quantize_int4(jnp.ones((4, 64)), 
 @pytest.mark.parametrize(
     ("args", "options", "match"),
     [
-        ((X[0], INT8), {}, r"x must be \[tokens, in\] with at least one token; got \(64,\)"),
-        ((X[:0], INT8), {}, r"x must be \[tokens, in\] with at least one token; got \(0, 64\)"),
+        ((X[0], INT8), {}, r"x must be \[tokens, in\], none of them 0; got \(64,\)"),
+        ((X[:0], INT8), {}, r"x must be \[tokens, in\], none of them 0; got \(0, 64\)"),
         ((X.astype(jnp.float16), INT8), {}, "x must be float32 or bfloat16; got float16"),
         ((X, INT8.values), {}, "weight must be an Int8Weight or an Int4Weight; got ArrayImpl"),
         ((X, INT8), {"out_dtype": "int8"}, "out_dtype must be float32 or bfloat16; got int8"),
@@ -139,12 +139,32 @@ INT8, INT4 = quantize_int8(jnp.ones((4, 64))), quantize_int4(jnp.ones((4, 64)), 
         ),
         ((X, INT4._replace(zeros=INT8.values)), {}, r"zeros of the weight must be int8\[2, 1, 4\]; got int8\[4, 64\]"),
         ((jnp.ones((3, 32)), Int4Weight(jnp.ones((4, 16), jnp.int8), jnp.ones((2, 1, 4)), None)), {}, "got 16"),
+        ((X, INT8._replace(values=[1])), {}, r"values of the weight must be \[out, in\], none of them 0; got \(1,\)"),
+        ((X, INT8._replace(values=jnp.int8(1))), {}, r"values of the weight must be \[out, in\], none of them 0; got \(\)"),
+        (
+            (X, Int8Weight(np.ones((1, 64), np.int32), INT8.scales)),
+            {},
+            r"values of the weight must be int8\[out, 64\] .*; got int32\[1, 64\]",
+        ),
+        ((X, INT4._replace(scales=INT8.scales)), {}, r"scales of the weight must have 3 axes, none of them 0; got \(4,\)"),
+        ((X, INT4._replace(scales=INT4.scales[:, :0])), {}, r"scales of the weight must have 3 axes, none .*; got \(2, 0, 4\)"),
+        ((X[:, :0], INT8), {}, r"x must be \[tokens, in\], none of them 0; got \(3, 0\)"),
+        (
+            (jnp.ones((1, 133145)), Int8Weight(jnp.ones((1, 133145), jnp.int8), jnp.ones(1))),
+            {"int8_activations": True},
+            "x must have at most 133144 inputs with int8_activations, whose sums are i32; got 133145",
+        ),
         ((X, INT8), {"backend": "none"}, "backend of quant_matmul must be .*xla; got none"),
     ],
 )
 def test_what_is_refused(args, options, match):
     with pytest.raises(ValueError, match=match):
         quant_matmul(*args, **options)
+
+
+def test_as_many_inputs_as_there_may_be_do_not_overflow():
+    x, weight = jnp.ones((1, 133144)), Int8Weight(jnp.full((1, 133144), 127, jnp.int8), jnp.ones(1) / 127)
+    np.testing.assert_allclose(quant_matmul(x, weight, int8_activations=True), [[133144.0]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

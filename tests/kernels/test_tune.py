@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -132,8 +133,84 @@ def test_loads_are_read():
         load_of("paged_decode", "row=2,context=3")
     with pytest.raises(ValueError, match="a load must have rows and context; got rows=2"):
         load_of("paged_decode", "rows=2")
+    assert load_of("quant_matmul", "tokens=3,inputs=64,outputs=8,int8_activations=1").spec.int8_activations is True
+
+
+@pytest.mark.parametrize(
+    ("op", "load", "told"),
+    [
+        ("paged_decode", "rows=a,context=3", "rows must be an integer from 1 to 999999999; got a"),
+        ("paged_decode", "rows=1,context=-3", "context must be an integer from 1 to 999999999; got -3"),
+        ("paged_decode", "rows=1,context=3,window=0", "window must be an integer from 1 to 999999999; got 0"),
+        ("paged_decode", f"rows=1,context={'9' * 5000}", "context must be an integer from 1 to 999999999; got 99"),
+        ("paged_decode", "rows=1,context=3,dtype=foo", "dtype must be one of float32, .*, int8, float8_e4m3fn; got foo"),
+        ("quant_matmul", "tokens=1,inputs=3,outputs=3,dtype=int8", "dtype must be one of float32, bfloat16; got int8"),
+        ("kv_write", "rows=1,context=3,scales=bar", "scales must be one of none, tensor, token; got bar"),
+        ("grouped_matmul", "tokens=1,inputs=3,outputs=3,experts=0", "experts must be an integer from 1 to 999999999; got 0"),
+        ("quant_matmul", "tokens=1,inputs=3,outputs=3,group=-1", "group must be an integer from 0 to 999999999; got -1"),
+        ("quant_matmul", "tokens=1,inputs=3,outputs=3,zeros=2", "zeros must be 0 or 1; got 2"),
+        ("quant_matmul", "tokens=1,inputs=3,outputs=3,group=33", "group must be one of 0, 32, 64, 128; got 33"),
+        ("quant_matmul", "tokens=1,inputs=3,outputs=3,zeros=1", "zeros must be 0 with group 0, which is int8 weights; got 1"),
+        (
+            "quant_matmul",
+            "tokens=1,inputs=3,outputs=3,group=32,int8_activations=1",
+            "int8_activations must be 0 with group 32; got 1",
+        ),
+        ("paged_decode", "rows=1,context=3,scales=token", "scales must be none for bfloat16; got token"),
+        ("kv_write", "rows=1,context=3,dtype=int8", "scales must be tensor or token for int8; got none"),
+        ("kv_write", "rows=1,context=3,new=4", "new must be at most the 3 tokens of context; got 4"),
+        ("paged_decode", "rows=1,context=3,new=2", "new must be 1 for paged_decode; got 2"),
+        ("paged_attention", "rows=1,context=3,ragged=0", "a load must be name=value pairs of rows, .*, new; got ragged=0"),
+        (
+            "kv_write",
+            "rows=1000000,context=1000000",
+            "a load must have sizes that the op can count; got rows=1000000,context=1000000",
+        ),
+    ],
+)
+def test_a_load_that_cannot_be_is_one_sentence(op: str, load: str, told: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(ValueError, match=told):
+        load_of(op, load)
     with pytest.raises(SystemExit):
-        main(["paged_decode", "--backend", "none"])
+        main([op, "--load", load])
+    assert "pallas_kernels.tune: error: " in capsys.readouterr().err
+
+
+def test_paths_and_names_are_checked_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr(tune, "try_all", lambda *_: pytest.fail("measured"))
+    nowhere = tmp_path / "none" / "t.json"
+    for argv, told in (
+        (["--out", str(nowhere)], f"--out must be in a folder that exists; got {nowhere}"),
+        (["--out", str(tmp_path)], f"--out must be a file and no folder; got {tmp_path}"),
+        (["--backend", "none"], "--backend must be one of mosaic_tpu, .*, xla; got none"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["paged_decode", *argv])
+        assert re.search(told, capsys.readouterr().err)
+
+
+def test_what_is_not_measured_says_why_and_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture):
+    out = tmp_path / "t.json"
+    for op, backend, told in (
+        ("paged_decode", "mosaic_tpu", "float32, mosaic_tpu: it is for tpu\n"),
+        ("kv_write", "xla_tokens", "\n  xla_tokens has no sizes to choose\n"),
+    ):
+        load = "rows=3,context=40,kv_heads=1,width=8,block_size=16,dtype=float32"
+        assert main([op, "--backend", backend, "--load", load, "--out", str(out)]) == 1
+        said = capsys.readouterr().out
+        assert told in said and f"{out}: not written, for nothing was measured" in said and not out.exists()
+
+
+def test_a_call_that_the_memory_does_not_hold_is_told(monkeypatch: pytest.MonkeyPatch):
+    def too_much(self):
+        raise MemoryError
+
+    monkeypatch.setattr(Attention, "arguments", too_much)
+    said = []
+    assert try_all(load_of("paged_decode", SMALL), OPS[0].backends[-1], None, 0.001, said.append) == []
+    assert said == ["  the arguments: MemoryError: "]
 
 
 def test_the_op_takes_what_is_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
