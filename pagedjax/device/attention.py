@@ -1,10 +1,9 @@
-"""Writes a layer's new K and V into the pool and attends, wrapped in shard_map where kv heads are sharded."""
+"""Writes a layer's new K and V into the pool and attends."""
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
 
 from pagedjax.device.sharding import POOL
 from pagedjax.state import Pool, QuantizedPool, split_pool
@@ -43,28 +42,18 @@ def attend(
 
     Blocks that end before the window of a row's first token are not read; their entries in the table may be 0.
     """
-    num_rows = rows.context_lens.shape[0]
-    platform = platform_of(rows.mesh.devices.flat[0])
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "platform": platform}
-
-    def local(q, k, v, kv, layer, slots, block_tables, context_lens, query_start, num_decode):
-        data, scales = split_pool(kv)
-        written = kv_write(data, k, v, layer, slots, num_rows=num_rows, kv_scales=scales, platform=platform)
-        kv = QuantizedPool(*written) if isinstance(written, tuple) else written
-        data, scales = split_pool(kv)
-        if q.shape[0] == num_rows:  # a decode bucket
-            out = paged_decode(q, data, layer, block_tables, context_lens, kv_scales=scales, **options)
-        else:
-            rest = block_tables, context_lens, query_start, num_decode
-            out = paged_attention(q, data, layer, *rest, kv_scales=scales, **options)
-        assert isinstance(out, jax.Array)
-        return out.astype(jnp.float32), kv
-
-    if rows.mesh.size > 1:
-        head, pool = P(None, "model", None), jax.tree.map(lambda _: POOL, kv)
-        local = jax.shard_map(
-            local, mesh=rows.mesh, in_specs=(head, head, head, pool, *[P()] * 6), out_specs=(head, pool), check_vma=False
-        )
     group, layer = (jnp.asarray(x, jnp.int32) for x in place)
     slots, tables = (jax.lax.dynamic_index_in_dim(x, group, keepdims=False) for x in (rows.slots, rows.block_tables))
-    return local(q, k, v, kv, layer, slots, tables, rows.context_lens, rows.query_start, rows.num_decode)
+    where = {"platform": platform_of(rows.mesh.devices.flat[0]), "sharding": NamedSharding(rows.mesh, POOL)}
+    num_rows = rows.context_lens.shape[0]
+    data, scales = split_pool(kv)
+    written = kv_write(data, k, v, layer, slots, num_rows=num_rows, kv_scales=scales, **where)
+    kv = QuantizedPool(*written) if isinstance(written, tuple) else written
+    data, scales = split_pool(kv)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "kv_scales": scales, **where}
+    if q.shape[0] == num_rows:  # a decode bucket
+        out = paged_decode(q, data, layer, tables, rows.context_lens, **options)
+    else:
+        out = paged_attention(q, data, layer, tables, rows.context_lens, rows.query_start, rows.num_decode, **options)
+    assert isinstance(out, jax.Array)
+    return out.astype(jnp.float32), kv

@@ -4,10 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_floats, check_ints, check_layer, check_pool
 from pallas_kernels.common.quantized import check_scales
+from pallas_kernels.common.sharding import over, split_of
 from pallas_kernels.common.spec import TYPICAL_WRITE, WriteSpec
 from pallas_kernels.kv_write import xla
 from pallas_kernels.kv_write.reference import reference
@@ -37,6 +40,7 @@ def kv_write(
     kv_scales: jax.Array | None = None,
     backend: str | None = None,
     platform: str | None = None,
+    sharding: NamedSharding | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The pool with k and v of T tokens at their slots of one layer.
 
@@ -44,7 +48,8 @@ def kv_write(
     slots i32[T] = block * P + place in the block. Padding has slots in block 0, the scrap block: what stands there afterwards is
     undefined. The tokens come from at most num_rows rows, one after the other; inside a row the positions are consecutive, and
     no block belongs to two rows. kv_scales: of a pool of 8 bits, as in common/quantized.py; those per tensor are used, those per
-    token are made from k and v, and the result is (the pool, the scales). backend, platform: as in `dispatch.run`.
+    token are made from k and v, and the result is (the pool, the scales). backend, platform: as in `dispatch.run`. sharding: of
+    kv, as in paged_decode.
     """
     kv, k, v, slots = (jnp.asarray(x) for x in (kv, k, v, slots))
     kv_scales = None if kv_scales is None else jnp.asarray(kv_scales)
@@ -59,6 +64,16 @@ def kv_write(
     check(num_rows >= 1, f"num_rows must be at least 1; got {num_rows}")
     layer = check_layer(layer, pool.layers)
     scales = check_scales(kv_scales, pool, kv.dtype)
+    split = split_of("kv", kv, sharding, {3: "kv heads"})
+    if split is not None:
+
+        def local(kv, k, v, layer, slots, kv_scales):
+            more = {"kv_scales": kv_scales, "backend": backend, "platform": platform}
+            return kv_write(kv, k, v, layer, slots, num_rows=num_rows, **more)
+
+        whole, heads, parts = split.spec(3), split.spec(1), split.spec(3) if scales == "token" else P()
+        specs = whole, heads, heads, P(), P(), parts
+        return over(split, local, (kv, k, v, layer, slots, kv_scales), specs, (whole, whole) if scales == "token" else whole)
     spec = WriteSpec(k.shape[0], num_rows, k.shape[2], pool, str(kv.dtype), scales)
 
     def tokens(kv, k, v, layer, slots, kv_scales, chip):

@@ -2,10 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check_ints, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
+from pallas_kernels.common.sharding import over, split_of
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, attention_spec
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.reference import reference
@@ -42,6 +45,7 @@ def paged_attention(
     kv_scales: jax.Array | None = None,
     backend: str | None = None,
     platform: str | None = None,
+    sharding: NamedSharding | None = None,
 ) -> jax.Array:
     """f32[T, H, D]: row s owns q[query_start[s]:query_start[s + 1]], the last positions of its context; each sees the context
     up to itself.
@@ -61,6 +65,17 @@ def paged_attention(
     check_ints("num_decode", num_decode, (1,))
     layer = check_layer(layer, pool.layers)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    split = split_of("kv", kv, sharding, {3: "kv heads"})
+    if split is not None:
+
+        def local(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales):
+            rows = block_tables, context_lens, query_start, num_decode
+            more = {"sinks": sinks, "kv_scales": kv_scales, "backend": backend, "platform": platform}
+            return paged_attention(q, kv, layer, *rows, **more, **options)
+
+        args = q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales
+        parts = split.spec(3) if scales == "token" else P()
+        return over(split, local, args, (split.spec(1), split.spec(3), *[P()] * 5, split.spec(0), parts), split.spec(1))
 
     def in_xla(q, kv, layer, block_tables, context_lens, query_start, num_decode, sinks, kv_scales, chip):
         rows = block_tables, context_lens, query_start, num_decode

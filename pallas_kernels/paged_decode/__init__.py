@@ -2,10 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
 from pallas_kernels.common.layout import check, check_layer, check_pool, check_queries
 from pallas_kernels.common.quantized import check_scales
+from pallas_kernels.common.sharding import over, split_of
 from pallas_kernels.common.spec import TYPICAL_DECODE, attention_spec
 from pallas_kernels.common.tuning import attention_key, tuned
 from pallas_kernels.paged_decode import xla
@@ -42,6 +45,7 @@ def paged_decode(
     return_lse: bool = False,
     backend: str | None = None,
     platform: str | None = None,
+    sharding: NamedSharding | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """f32[S, H, D], and with return_lse f32[S, H], the logarithm of the softmax's denominator (sink included).
 
@@ -50,7 +54,8 @@ def paged_decode(
     -inf. scale multiplies the f32 scores; window: how many tokens are seen, the last included; soft_cap: scores become
     cap * tanh(score / cap); sinks [H]: one more logit a head that has no value; kv_scales: of a pool of 8 bits, as in
     common/quantized.py. Table entries past a row's length are not read, and slots past it may hold anything, NaN included.
-    backend, platform: as in `dispatch.run`.
+    backend, platform: as in `dispatch.run`. sharding: how kv is sharded over a mesh, by kv heads alone; None: as kv itself says
+    (`sharding.split_of`). q, sinks and the results then are sharded by heads, scales per token as kv.
     """
     q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
     sinks, kv_scales = (None if x is None else jnp.asarray(x) for x in (sinks, kv_scales))
@@ -60,6 +65,18 @@ def paged_decode(
     check(q.shape[0] == block_tables.shape[0], f"q must have one token for each of {block_tables.shape[0]} rows; got {q.shape[0]}")
     layer = check_layer(layer, pool.layers)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    split = split_of("kv", kv, sharding, {3: "kv heads"})
+    if split is not None:
+
+        def local(q, kv, layer, block_tables, context_lens, sinks, kv_scales):
+            more = {"sinks": sinks, "kv_scales": kv_scales, "return_lse": True, "backend": backend, "platform": platform}
+            return paged_decode(q, kv, layer, block_tables, context_lens, **more, **options)
+
+        args = q, kv, layer, block_tables, context_lens, sinks, kv_scales
+        parts = split.spec(3) if scales == "token" else P()
+        specs = split.spec(1), split.spec(3), P(), P(), P(), split.spec(0), parts
+        out, lse = over(split, local, args, specs, (split.spec(1), split.spec(1)))
+        return (out, lse) if return_lse else out
 
     def in_xla(q, kv, layer, block_tables, context_lens, sinks, kv_scales, chip):
         config = tuned(OP.name, "xla", chip, attention_key(spec), xla.default_config(spec))

@@ -1,10 +1,16 @@
 """quant_matmul: activations times quantized weights."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
-from pallas_kernels.common.layout import check
+from pallas_kernels.common.layout import check, pad_axis
+from pallas_kernels.common.sharding import Split, over, split_of
 from pallas_kernels.common.tuning import tuned
 from pallas_kernels.quant_matmul import xla
 from pallas_kernels.quant_matmul.reference import reference
@@ -37,13 +43,17 @@ def quant_matmul(
     out_dtype: str | None = None,
     backend: str | None = None,
     platform: str | None = None,
+    sharding: NamedSharding | None = None,
 ) -> jax.Array:
     """x times the transpose of the weight, [T, out], in out_dtype (float32 or bfloat16; None: that of x); sums are f32.
 
     x [T, in] f32 or bf16; weight an Int8Weight of [out, in] or an Int4Weight made of one. int8_activations (with int8 weights
     alone) rounds each row of x to multiples of max|x| / 127, multiplies in int8 and sums in i32. Without it int8 weights lose
     nothing more, and int4 weights are rounded to x's dtype before they are multiplied. An Int4Weight does not keep how many
-    inputs it was made of: x may have as many as fill the same groups. backend, platform: as in `dispatch.run`.
+    inputs it was made of: x may have as many as fill the same groups. backend, platform: as in `dispatch.run`. sharding: how the
+    weight's values are sharded over a mesh, by outputs, as the result then is, or by inputs (int4: pairs of groups), as x then is:
+    the shards' sums are added in f32, and with int8_activations each rounds its own part of a row; None: as the values say
+    (`sharding.split_of`).
     """
     x = jnp.asarray(x)
     check(x.ndim == 2 and min(x.shape) >= 1, f"x must be [tokens, in], none of them 0; got {x.shape}")
@@ -77,6 +87,10 @@ def quant_matmul(
     )
     check_weight(weight, spec)
     options = {"int8_activations": int8_activations, "out_dtype": spec.out_dtype}
+    split = split_of("values of the weight", weight.values, sharding, {0: "outputs", 1: "inputs"})
+    if split is not None:
+        more: dict[str, Any] = {"int8_activations": int8_activations, "backend": backend, "platform": platform}
+        return over_shards(split, x, weight, spec.out_dtype, more)
 
     def call(entry, x, weight, chip):
         return entry(x, weight, chip=chip, **options)
@@ -87,6 +101,32 @@ def quant_matmul(
 
     functions = OP.entries("matmul", call) | {"xla": in_xla}
     return run(OP, functions, spec, (x, weight), backend=backend, platform=platform)
+
+
+def over_shards(split: Split, x: jax.Array, weight: Weight, out_dtype: str, options: dict[str, Any]) -> jax.Array:
+    """quant_matmul of weights that are sharded by outputs or by inputs."""
+    by_inputs, outputs = split.axis == 1, split.spec(0) if split.axis == 0 else P()
+
+    def local(x, weight):
+        if not by_inputs:
+            return quant_matmul(x, weight, out_dtype=out_dtype, **options)
+        return lax.psum(quant_matmul(x, weight, out_dtype="float32", **options), split.names).astype(out_dtype)
+
+    values: Any = split.spec(split.axis or 0)
+    if isinstance(weight, Int8Weight):
+        parts = Int8Weight(values, outputs)  # pyright: ignore[reportArgumentType]
+    else:
+        pairs = weight.scales.shape[1]
+        scales: Any = split.spec(1 if by_inputs else 2)
+        parts = Int4Weight(values, scales, scales)
+        if by_inputs:  # a shard has whole pairs of groups, and x all of their columns
+            check(
+                pairs % split.shards == 0,
+                f"pairs of groups of the weight must be a multiple of the {split.shards} shards; got {pairs}",
+            )
+            x = pad_axis(x, 1, 2 * pairs * weight.group)
+    specs = split.spec(1) if by_inputs else P(), parts
+    return over(split, local, (x, weight), specs, P() if by_inputs else split.spec(1))
 
 
 def check_weight(weight: Weight, spec: MatmulSpec) -> None:

@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import pallas_kernels as ops
 from pallas_kernels.aot.targets import devices_for, missing
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, TYPICAL_DECODE
 from pallas_kernels.common.targets import CHIPS, chip
 from pallas_kernels.kv_write import mosaic_tpu as kv_write
 from pallas_kernels.paged_attention import mosaic_tpu as paged_attention
 from pallas_kernels.paged_decode import mosaic_tpu as paged_decode
+from pallas_kernels.quant_matmul import Int8Weight
 
 pytestmark = [
     pytest.mark.aot_tpu,
@@ -116,3 +120,48 @@ def test_kv_write_alone_takes_no_memory(name):
     memory = compiled(name, write, pool, new, ("int32",), ("int32", window), donate=0).memory_analysis()
     assert memory.alias_size_in_bytes == size(*pool)
     assert memory.temp_size_in_bytes <= (32768 if chip(name).cores > 1 else 0)  # two cores have something of the compiler's own
+
+
+def test_a_long_write_takes_little_memory(name):
+    """8192 tokens of 8 heads, 32 MiB: what a call of the kernel prepares is of 2048."""
+    pool, new = ("bfloat16", LAYERS, BLOCKS, 2, 8, 128, 128), ("bfloat16", 8192, 8, 128)
+
+    def write(kv, k, v, layer, slots):
+        return kv_write.write(kv, k, v, layer, slots, kv_scales=None, chip=chip(name))
+
+    memory = compiled(name, write, pool, new, new, ("int32",), ("int32", 8192), donate=0).memory_analysis()
+    assert memory.alias_size_in_bytes == size(*pool)
+    assert memory.temp_size_in_bytes <= 2 * size(*new) * 2048 // 8192 * 6  # in f32, with margins, twice
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_ops_wrap_themselves_under_a_mesh(name, kind):
+    """A kernel for each shard, nothing gathered, and the shard of the pool in place."""
+    mesh = Mesh(np.array(devices_for(name)), ("x",), axis_types=(kind,))
+
+    def array(dtype: str, *shape: int, spec: P | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec or P()))
+
+    def told(*spec) -> dict:
+        return {"platform": "tpu"} | ({"sharding": NamedSharding(mesh, P(*spec))} if kind == AxisType.Auto else {})
+
+    heads, by_head = P(None, None, None, "x"), P(None, "x")
+    kv, new = array("bfloat16", 2, 64, 2, 8, 128, 128, spec=heads), array("bfloat16", 4, 8, 128, spec=by_head)
+    q, tables, lens = array("bfloat16", 4, 32, 128, spec=by_head), array("int32", 4, 16), array("int32", 4)
+    weight = Int8Weight(array("int8", 4096, 4096, spec=P("x")), array("float32", 4096, spec=P("x")))  # pyright: ignore[reportArgumentType]
+    experts = array("bfloat16", 8, 2048, 1024, spec=P("x"))
+    calls = {
+        "decode": (lambda q, kv, t, n: ops.paged_decode(q, kv, 0, t, n, scale=1.0, **told(*heads)), (q, kv, tables, lens)),
+        "write": (lambda kv, new, slots: ops.kv_write(kv, new, new, 0, slots, num_rows=4, **told(*heads)), (kv, new, lens)),
+        "quantized": (lambda x, w: ops.quant_matmul(x, w, **told("x")), (array("bfloat16", 16, 4096), weight)),
+        "experts": (
+            lambda x, w, sizes: ops.grouped_matmul(x, w, sizes, **told("x")),
+            (array("bfloat16", 512, 1024), experts, array("int32", 8)),
+        ),
+    }
+    for what, (f, args) in calls.items():
+        program = jax.jit(f, donate_argnums=0 if what == "write" else ()).lower(*args).compile()
+        text, memory = program.as_text(), program.memory_analysis()
+        assert "tpu_custom_call" in text and "all-gather" not in text, what
+        assert memory is not None and memory.temp_size_in_bytes < 5 << 20, what  # less than a shard of a pool or weight
+        assert what != "write" or memory.alias_size_in_bytes == size("bfloat16", *kv.shape) // mesh.size
