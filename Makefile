@@ -7,7 +7,7 @@
 # make vocabs  fetch vocabularies of other models, for more tests of tokenizers (77 MB)
 # make protos  make the code in serving/proto anew, after its .proto files changed
 # make aot     compile kernels and whole steps for TPU and GPU, without one (0.8 GB of compilers; make aot-short is what CI runs)
-# make kernels all cases of the kernels in their interpreters
+# make kernels all cases of the kernels in their interpreters (two hours of a core and more)
 # make gpu-checks  on a machine with a GPU: the kernels' tests and benchmark; docs/kernels/<device>.json has what was measured
 # make faults  ten minutes of too much load on a server, with clients that misbehave; make fuzz: 100,000 requests that are wrong
 # make bench   bench/offline.py on the demo's model
