@@ -36,7 +36,7 @@ from pallas_kernels.workload import Attention, Load, Rows, Write
 from pallas_kernels.workload_matmul import Grouped, Quantized
 
 SERVING = ((64, 8192), (16, 4096), (1, 32768), (256, 512))  # rows and context
-SMALL = ((32, 256), (8, 2048), (1, 1024))  # for a CPU
+SMALL = ((1, 32), (1, 128), (4, 128), (1, 1024), (8, 2048), (32, 256))  # for a CPU
 KINDS = {"kv_write": Write, "quant_matmul": Quantized, "grouped_matmul": Grouped}  # of the others Attention
 WEIGHTS = ((4096, 6144), (4096, 28672), (14336, 4096))  # inputs and outputs: products of a layer of Llama 3 8B
 EXPERTS = ((2048, 768, 128), (768, 2048, 128), (4096, 14336, 8))  # and experts: Qwen3 30B A3B, Mixtral 8x7B
@@ -60,10 +60,12 @@ def default_loads(op: str, platform: str) -> list[Load]:
     block = 16 if platform == "cpu" else 128 if platform == "tpu" else 64
     sizes = [{"rows": rows, "context": context, "block_size": block, "dtype": d} for d in dtypes for rows, context in shapes]
     if op == "kv_write":
-        return [Write(**size) for size in sizes]
+        return list({(size["rows"], size["dtype"]): Write(**size) for size in sizes}.values())
     if op == "paged_attention":
         new = {1: 256, 8: 256} if platform == "cpu" else {1: 2048, 16: 512}  # tokens of a row, by rows
-        return [Attention(**size, new=new[size["rows"]], ragged=True) for size in sizes if size["rows"] in new]
+        return [
+            Attention(**size, new=min(new[size["rows"]], size["context"]), ragged=True) for size in sizes if size["rows"] in new
+        ]
     return [Attention(**size) for size in sizes]
 
 
@@ -141,7 +143,7 @@ def try_all(load: Load, backend: Backend, chip: Chip | None, budget: float, say:
         say(f"  {backend.name} has no sizes to choose")
         return []
     try:
-        args, best = list(load.arguments()), {}
+        args, best = list(jax.block_until_ready(load.arguments())), {}
     except Exception as error:  # the device, or this machine, has too little memory
         told("the arguments", error)
         return []
@@ -158,12 +160,14 @@ def try_all(load: Load, backend: Backend, chip: Chip | None, budget: float, say:
         for item in list(calls):
             config, call = item
             try:
+                args += () if args else load.arguments()
                 best[config] = min(best.get(config, math.inf), seconds_of(call, budget=budget / ROUNDS, runs=1))
             except Exception as error:  # what a device raises
                 told(config, error)
                 calls.remove(item)
                 best.pop(config, None)
-                args[:] = load.arguments()  # what was given away is lost
+                if load.donate:  # what was given away is lost
+                    args.clear()
     for config, seconds in best.items():
         say(f"  {config}: {seconds * 1e6:.1f} us, {load.bytes_floor / seconds / 1e9:.1f} GB/s")
     return [Trial(config, seconds) for config, seconds in best.items()]

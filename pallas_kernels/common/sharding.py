@@ -1,5 +1,6 @@
 """Under a mesh: ops wrap themselves in shard_map over the axis of a pool or a weight that is sharded."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ class Split(NamedTuple):
 
     mesh: Any  # Mesh or AbstractMesh
     axis: int | None  # of the array, that is sharded; None: there is a copy everywhere
-    names: Any  # of the mesh's axes it is sharded over
+    names: tuple[str, ...]  # of the mesh's axes it is sharded over
     shards: int
 
     def spec(self, axis: int) -> P:
@@ -26,39 +27,49 @@ class Split(NamedTuple):
 
 def split_of(name: str, x: jax.Array, given: NamedSharding | None, axes: Mapping[int, str]) -> Split | None:
     """How x is split, of the axes that may be, by their names: as it is given, or as x or its type says, which inside of jit it
-    does on a mesh of explicit axes. None where there is nothing to wrap. ValueError for another axis, for two, and for shards of
-    unequal size."""
+    does on a mesh of explicit axes alone. None where there is nothing to wrap. ValueError for another axis, for two, for shards of
+    unequal size, and where x is a shard already."""
     sharding = given
     if sharding is None:
         said = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
         if not isinstance(said, NamedSharding):
             return None
         sharding = said
-    explicit = AxisType.Explicit in sharding.mesh.axis_types
-    if not explicit and (sharding.mesh.size == 1 or (given is None and (isinstance(x, Tracer) or sharding.is_fully_replicated))):
+    check(isinstance(sharding, NamedSharding), f"sharding of {name} must be a NamedSharding; got {type(sharding).__name__}")
+    mesh = sharding.mesh
+    explicit = AxisType.Explicit in mesh.axis_types
+    if not explicit and (mesh.size == 1 or (given is None and (isinstance(x, Tracer) or sharding.is_fully_replicated))):
         return None
-    split = [axis for axis, names in enumerate(sharding.spec) if names not in (None, ())]
+    names = {axis: several(mesh, part) for axis, part in enumerate(sharding.spec)}
+    split = [axis for axis, part in names.items() if part]
     may = " or ".join(f"{what} (axis {axis})" for axis, what in axes.items())
     check(len(split) <= 1 and set(split) <= set(axes), f"{name} must be sharded over {may} alone; got {sharding.spec}")
     if not split:
-        return Split(sharding.mesh, None, None, 1)
-    names = sharding.spec[split[0]]
-    shards = 1
-    for one in names if isinstance(names, tuple) else (names,):
-        shards *= sharding.mesh.shape[one]
-    size, what = x.shape[split[0]], axes[split[0]]
-    check(size % shards == 0, f"{what} of {name} must be a multiple of the {shards} shards; got {size}")
-    return Split(sharding.mesh, split[0], names, shards)
+        return Split(mesh, None, (), 1)
+    axis = split[0]
+    inside = sorted(set(names[axis]) & set(jax.sharding.get_abstract_mesh().manual_axes))
+    check(not inside, f"sharding must not be given inside of a shard_map over {', '.join(inside)}, where {name} is a shard already")
+    shards = math.prod(mesh.shape[one] for one in names[axis])
+    size = x.shape[axis]
+    check(size % shards == 0, f"{axes[axis]} of {name} must be a multiple of the {shards} shards; got {size}")
+    return Split(mesh, axis, names[axis], shards)
+
+
+def several(mesh: Any, part: Any) -> tuple[str, ...]:
+    """The names of the axes of a mesh in a part of a spec, without those that have one device."""
+    return tuple(one for one in (part if isinstance(part, tuple) else (part,)) if one is not None and mesh.shape[one] > 1)
 
 
 def over(split: Split, f: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...], out_specs: Any) -> Any:
-    """f of each shard's part of args; in_specs: a spec for each, or a tree of them."""
-    if AxisType.Explicit in split.mesh.axis_types:
+    """f of each shard's part of args; in_specs: a spec for each, or a tree of them. Along other axes of the mesh all devices do the
+    same. Outside of jit it is compiled anew each time."""
+    kinds = dict(zip(split.mesh.axis_names, split.mesh.axis_types, strict=True))
 
-        def place(spec: P, x: Any) -> Any:
-            return x if x is None else jax.sharding.reshard(x, NamedSharding(split.mesh, spec))
+    def place(spec: P, x: Any) -> Any:
+        """Types must say where explicit axes are; shard_map sees to the others."""
+        known = P(*(tuple(one for one in several(split.mesh, part) if kinds[one] == AxisType.Explicit) or None for part in spec))
+        return x if x is None else jax.sharding.reshard(x, NamedSharding(split.mesh, known))
 
+    if AxisType.Explicit in kinds.values():
         args = jax.tree.map(place, in_specs, args, is_leaf=lambda spec: isinstance(spec, P))
-    call = jax.shard_map(f, mesh=split.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-    return call(*args) if traced else jax.jit(call)(*args)  # by itself it would run operation by operation
+    return jax.jit(jax.shard_map(f, mesh=split.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))(*args)

@@ -149,11 +149,14 @@ def place_of(entry: Entry) -> tuple[Any, ...]:
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """ValueError where no file can be at the path that a command's option names: for commands to ask before the work whose result
-    goes there. None: the option was not given."""
+    """ValueError where no file can be written at the path that a command's option names: for commands to ask before the work whose
+    result goes there. None: the option was not given."""
     if path is not None:
         check(os.path.isdir(path.parent), f"{option} must be in a folder that exists; got {path}")
         check(not os.path.isdir(path), f"{option} must be a file and no folder; got {path}")
+        check(
+            os.access(path if path.exists() else path.parent, os.W_OK), f"{option} must be a file that may be written; got {path}"
+        )
 
 
 def save(path: Path, entries: Sequence[Entry]) -> None:

@@ -49,8 +49,9 @@ def scales_bytes(window: int, tokens: int, kv_heads: int, block_size: int) -> in
 
 
 def tokens_of(pool: PoolShape, tokens: int) -> int:
-    """How many of so many tokens a call of the kernel takes."""
-    return min(tokens, round_up(NEW_BYTES // (2 * pool.kv_heads * pool.width * 4), WINDOW))
+    """How many of so many tokens a call of the kernel takes: about the same in each of as few calls as can be."""
+    calls = pl.cdiv(tokens, max(WINDOW, NEW_BYTES // (2 * pool.kv_heads * pool.width * 4)))
+    return min(tokens, round_up(pl.cdiv(tokens, calls), WINDOW))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import ceil_div, pad_axis, take
+from pallas_kernels.common.layout import PoolShape, ceil_div, pad_axis, take
 from pallas_kernels.common.online import attend_span, empty_state, finish, normalized
 from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.paged_decode.xla import Config, attend_pairs, pairs_per_step
@@ -63,8 +63,7 @@ def attend(
     short = min(rows, tokens)
     lens = jnp.where(decodes, context_lens, 0)[:short]
     part = tuple(x[:short] for x in state)
-    block_bytes = 2 * kv_heads * block_size * width * kv.dtype.itemsize
-    config = Config(pairs_per_step(short, block_tables.shape[1], block_bytes), 1)
+    config = Config(pairs_per_step(short, block_tables.shape[1], PoolShape(*kv.shape[:2], *kv.shape[3:]), str(kv.dtype)), 1)
     part = normalized(attend_pairs(part, q[:short], kv, layer, block_tables[:short], lens, config=config, **options))
     state = tuple(lax.dynamic_update_slice_in_dim(x, y, 0, 0) for x, y in zip(state, part, strict=True))
     out = state[2] if sinks is None else finish(state, sinks.astype(jnp.float32).reshape(kv_heads, group))[0]

@@ -10,7 +10,6 @@ from pallas_kernels.common.layout import check, check_layer, check_pool, check_q
 from pallas_kernels.common.quantized import check_scales
 from pallas_kernels.common.sharding import over, split_of
 from pallas_kernels.common.spec import TYPICAL_DECODE, attention_spec
-from pallas_kernels.common.tuning import attention_key, tuned
 from pallas_kernels.paged_decode import xla
 from pallas_kernels.paged_decode.reference import reference
 
@@ -79,7 +78,7 @@ def paged_decode(
         return (out, lse) if return_lse else out
 
     def in_xla(q, kv, layer, block_tables, context_lens, sinks, kv_scales, chip):
-        config = tuned(OP.name, "xla", chip, attention_key(spec), xla.default_config(spec))
+        config = xla.config_of(spec, chip)
         return xla.decode(q, kv, layer, block_tables, context_lens, sinks=sinks, kv_scales=kv_scales, config=config, **options)
 
     def in_kernel(entry, q, kv, layer, block_tables, context_lens, sinks, kv_scales, chip):

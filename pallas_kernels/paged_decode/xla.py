@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import MASKED, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
+from pallas_kernels.common.layout import MASKED, PoolShape, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
 from pallas_kernels.common.online import State, empty_state, finish
 from pallas_kernels.common.quantized import block_scales, compute_dtype
 from pallas_kernels.common.spec import AttentionSpec
 from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.tuning import attention_key, tuned
 
-STEP_BYTES = 4 << 20  # K and V moved in a short iteration, at most
+STEP_BYTES = 4 << 20  # K and V in a short iteration, at most, in the dtype of the products
 LONG_BYTES = 16 << 20  # and in a long one: on CPU it is half as fast with twice that
 MAX_PAIRS = 32  # of a short iteration
 
@@ -28,18 +29,29 @@ class Config:
     long: int  # how many times those of a short iteration a long one takes; 1: there are only short ones, and half to compile
 
 
-def pairs_per_step(rows: int, blocks: int, block_bytes: int) -> int:
+def pairs_per_step(rows: int, blocks: int, pool: PoolShape, dtype: str) -> int:
     """How many (row, block) pairs a short iteration takes: enough to pay for its overhead, few for few rows, whose lists are
     short."""
-    return max(1, min(STEP_BYTES // block_bytes, MAX_PAIRS, 4 * rows, rows * blocks))
+    return max(1, min(STEP_BYTES // block_bytes(pool, dtype), MAX_PAIRS, 4 * rows, rows * blocks))
+
+
+def block_bytes(pool: PoolShape, dtype: str) -> int:
+    """Of a block's K and V, in the dtype of the products."""
+    return 2 * pool.kv_heads * pool.block_size * pool.width * compute_dtype(dtype).itemsize
 
 
 def default_config(spec: AttentionSpec) -> Config:
-    pool = spec.pool
-    block_bytes = 2 * pool.kv_heads * pool.block_size * pool.width * compute_dtype(spec.dtype).itemsize
     rows = max(2, spec.rows)
-    pairs = pairs_per_step(rows, spec.blocks, block_bytes)
-    return Config(pairs, max(1, min(4, spec.rows, LONG_BYTES // (pairs * block_bytes), rows * spec.blocks // (2 * pairs))))
+    pairs = pairs_per_step(rows, spec.blocks, spec.pool, spec.dtype)
+    most = LONG_BYTES // (pairs * block_bytes(spec.pool, spec.dtype))
+    return Config(pairs, max(1, min(4, spec.rows, most, rows * spec.blocks // (2 * pairs))))
+
+
+def config_of(spec: AttentionSpec, chip: Chip | None) -> Config:
+    """What was tuned for such calls, if this one's list is as long as a long iteration."""
+    default = default_config(spec)
+    config = tuned("paged_decode", "xla", chip, attention_key(spec), default)
+    return config if config.pairs * config.long <= max(2, spec.rows) * spec.blocks else default
 
 
 def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:

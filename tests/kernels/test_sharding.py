@@ -102,15 +102,15 @@ def placed(call: Call, mesh: Mesh) -> tuple[Any, ...]:
     return tuple(jax.tree.map(place, call.specs, call.args, is_leaf=lambda x: x is None or isinstance(x, P)))
 
 
-@pytest.mark.parametrize("how", ["explicit axes", "told", "outside of jit"])
+@pytest.mark.parametrize("how", ["explicit axes", "told", "outside of jit", "explicit, outside of jit"])
 @pytest.mark.parametrize("name", CALLS)
 def test_is_as_on_one_device(name: str, how: str):
     """Explicit axes say how arrays are sharded, and so does an array outside of jit; inside, on other meshes, the op is told."""
-    call, mesh = CALLS[name], mesh_of(AxisType.Explicit if how == "explicit axes" else AxisType.Auto)
+    call, mesh = CALLS[name], mesh_of(AxisType.Explicit if "explicit" in how else AxisType.Auto)
     options = {"sharding": NamedSharding(mesh, call.main)} if how == "told" else {}
     f = lambda *args: call.f(*args, **options)
     args = placed(call, mesh)
-    if how == "outside of jit":
+    if "outside" in how:
         got = f(*args)
     else:
         compiled = jax.jit(f).lower(*args).compile()
@@ -139,6 +139,39 @@ def test_two_axes_of_a_mesh_may_share_the_heads():
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
     got = jax.jit(lambda *args: decode(*args, sharding=NamedSharding(mesh, P(None, None, None, ("x", "z")))))(Q, KV, SINKS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, decode(Q, KV, SINKS))
+
+
+@pytest.mark.parametrize("spec", [HEADS, P("one", None, None, "x")])
+@pytest.mark.parametrize("compiled", [jax.jit, lambda f: f])
+def test_axes_of_both_kinds_and_one_of_a_single_device(compiled, spec: P):
+    kinds = AxisType.Explicit, AxisType.Auto, AxisType.Auto
+    mesh = jax.make_mesh((2, 4, 1), ("data", "x", "one"), axis_types=kinds)
+    call = CALLS["decode"]
+    args = [jax.device_put(x, NamedSharding(mesh, P())) for x in call.args]
+    got = compiled(lambda *args: decode(*args, sharding=NamedSharding(mesh, spec)))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, decode(*call.args))
+
+
+@pytest.mark.parametrize("axes", [{"x", "y"}, {"y"}])
+@pytest.mark.parametrize("compiled", [jax.jit, lambda f: f])
+def test_inside_of_a_shard_map(compiled, axes):
+    """Over all axes of the mesh or one of them: what stands there is a shard, or a copy."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    specs = (by_head, HEADS, column) if "x" in axes else (P(), P(), P())
+    out = (by_head, by_head) if "x" in axes else (P(), P())
+    wrap = lambda f: compiled(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, axis_names=axes, check_vma=False))
+    want = decode(Q, KV, SINKS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), wrap(decode)(Q, KV, SINKS), want)
+    if "x" in axes:
+        with pytest.raises(
+            ValueError, match="sharding must not be given inside of a shard_map over x, where kv is a shard already"
+        ):
+            wrap(lambda *args: decode(*args, sharding=NamedSharding(mesh, HEADS)))(Q, KV, SINKS)
+
+
+def test_a_sharding_is_a_named_one():
+    with pytest.raises(ValueError, match="sharding of kv must be a NamedSharding; got P"):
+        decode(Q, KV, SINKS, sharding=HEADS)
 
 
 @pytest.mark.parametrize(

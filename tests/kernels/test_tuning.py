@@ -24,6 +24,7 @@ from pallas_kernels.common.tuning import (
     tuned,
     write_key,
 )
+from pallas_kernels.paged_decode import xla
 
 
 @dataclass(frozen=True)
@@ -157,3 +158,12 @@ def test_what_is_shipped_is_whole_and_for_chips_and_backends_that_there_are(op):
     assert {e["backend"] for e in entries} <= {b.name for b in op.backends}
     places = [place_of(e) for e in entries]
     assert places == sorted(places) and len({str(p) for p in places}) == len(places)
+
+
+def test_a_list_shorter_than_a_long_iteration_goes_by_rule():
+    """An entry of a larger call, looked up by a smaller one, must not make it compute what it has not."""
+    spec = dataclasses.replace(TYPICAL_DECODE, rows=1, blocks=16)
+    with trying("paged_decode", "xla", xla.Config(8, 4)):
+        assert xla.config_of(spec, None) == xla.Config(8, 4)
+    with trying("paged_decode", "xla", xla.Config(16, 4)):
+        assert xla.config_of(spec, None) == xla.default_config(spec)
