@@ -56,10 +56,30 @@ def quant_matmul(
     (`sharding.split_of`).
     """
     x = jnp.asarray(x)
-    check(x.ndim == 2 and min(x.shape) >= 1, f"x must be [tokens, in], none of them 0; got {x.shape}")
-    check(x.dtype in DTYPES, f"x must be float32 or bfloat16; got {x.dtype}")
     check(isinstance(weight, Weight), f"weight must be an Int8Weight or an Int4Weight; got {type(weight).__name__}")
     weight = jax.tree.map(jnp.asarray, weight, is_leaf=lambda part: isinstance(part, list))
+    spec = checked(x, weight, int8_activations, out_dtype)
+    options = {"int8_activations": int8_activations, "out_dtype": spec.out_dtype}
+    split = split_of("values of the weight", weight.values, sharding, {0: "outputs", 1: "inputs"})
+    if split is not None:
+        more: dict[str, Any] = {"int8_activations": int8_activations, "backend": backend, "platform": platform}
+        return over_shards(split, x, weight, spec.out_dtype, more)
+
+    def call(entry, x, weight, chip):
+        return entry(x, weight, chip=chip, **options)
+
+    def in_xla(x, weight, chip):
+        config = tuned(OP.name, "xla", chip, matmul_key(spec), xla.DEFAULT)
+        return xla.matmul(x, weight, chip=chip, config=config, **options)
+
+    functions = OP.entries("matmul", call) | {"xla": in_xla}
+    return run(OP, functions, spec, (x, weight), backend=backend, platform=platform)
+
+
+def checked(x: jax.Array, weight: Weight, int8_activations: bool, out_dtype: str | None) -> MatmulSpec:
+    """What a call is, or ValueError where it cannot be made."""
+    check(x.ndim == 2 and min(x.shape) >= 1, f"x must be [tokens, in], none of them 0; got {x.shape}")
+    check(x.dtype in DTYPES, f"x must be float32 or bfloat16; got {x.dtype}")
     values, scales = weight.values, weight.scales
     check(
         values.ndim == 2 and min(values.shape) >= 1, f"values of the weight must be [out, in], none of them 0; got {values.shape}"
@@ -78,7 +98,7 @@ def quant_matmul(
     spec = MatmulSpec(
         x.shape[0],
         x.shape[1],
-        weight.values.shape[0],
+        values.shape[0],
         dtype=str(x.dtype),
         out_dtype=str(out),
         group=weight.group if isinstance(weight, Int4Weight) else 0,
@@ -86,21 +106,7 @@ def quant_matmul(
         int8_activations=int8_activations,
     )
     check_weight(weight, spec)
-    options = {"int8_activations": int8_activations, "out_dtype": spec.out_dtype}
-    split = split_of("values of the weight", weight.values, sharding, {0: "outputs", 1: "inputs"})
-    if split is not None:
-        more: dict[str, Any] = {"int8_activations": int8_activations, "backend": backend, "platform": platform}
-        return over_shards(split, x, weight, spec.out_dtype, more)
-
-    def call(entry, x, weight, chip):
-        return entry(x, weight, chip=chip, **options)
-
-    def in_xla(x, weight, chip):
-        config = tuned(OP.name, "xla", chip, matmul_key(spec), xla.DEFAULT)
-        return xla.matmul(x, weight, chip=chip, config=config, **options)
-
-    functions = OP.entries("matmul", call) | {"xla": in_xla}
-    return run(OP, functions, spec, (x, weight), backend=backend, platform=platform)
+    return spec
 
 
 def over_shards(split: Split, x: jax.Array, weight: Weight, out_dtype: str, options: dict[str, Any]) -> jax.Array:
