@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedjax import LLM
+from pagedjax.engine import Engine
 from serving.auth import Keys
 from serving.config import ServeConfig
 from serving.frontend import Frontend
@@ -43,20 +44,8 @@ class Server:
 
         return asyncio.run_coroutine_threadsafe(run(), self.event_loop).result(30)
 
-    @contextlib.contextmanager
-    def slow_steps(self, seconds: float) -> Iterator[None]:
-        """Inside, each step takes so much longer."""
-        engine, step = self.llm.engine, self.llm.engine.step
-
-        def slow() -> Any:
-            time.sleep(seconds)
-            return step()
-
-        engine.step = slow
-        try:
-            yield
-        finally:
-            engine.step = step
+    def slow_steps(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        return slow_steps(self.llm.engine, seconds)
 
     @contextlib.contextmanager
     def held_steps(self) -> Iterator[None]:
@@ -73,6 +62,22 @@ class Server:
         """Nothing runs, nothing is held."""
         pool = self.llm.engine.scheduler.pool
         return not self.llm.engine.has_work() and pool.num_free == pool.capacity and self.frontend.open_requests == 0
+
+
+@contextlib.contextmanager
+def slow_steps(engine: Engine, seconds: float) -> Iterator[None]:
+    """Inside, each step takes so much longer."""
+    step = engine.step
+
+    def slow() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    engine.step = slow
+    try:
+        yield
+    finally:
+        engine.step = step
 
 
 @contextlib.contextmanager

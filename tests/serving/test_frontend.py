@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from loopback import SMALL, STORIES
+from loopback import SMALL, STORIES, slow_steps
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.errors import EngineStopped, UserError
@@ -196,7 +196,8 @@ def test_leaving_early_and_aborting_cancel(llm: LLM) -> None:
                 await task
         assert made.generated_tokens - before < 120
 
-    asyncio.run(main())
+    with slow_steps(llm.engine, 0.02):
+        asyncio.run(main())
 
 
 def test_deadlines(llm: LLM) -> None:
@@ -205,8 +206,9 @@ def test_deadlines(llm: LLM) -> None:
             with pytest.raises(Refusal, match="the deadline was over before the request could be queued") as caught:
                 await frontend.submit(Call("Once", LONG, deadline=time.monotonic() - 1))
             assert caught.value.code == "deadline_exceeded"
-            reply = await frontend.submit(Call("Once", LONG, deadline=time.monotonic() + 0.03))
-            assert [d.finish async for u in reply for d in u][-1] == "deadline"
+            with slow_steps(llm.engine, 0.02):
+                reply = await frontend.submit(Call("Once", LONG, deadline=time.monotonic() + 1))
+                assert [d.finish async for u in reply for d in u][-1] == "deadline"
             reply = await frontend.submit(Call("Once", GREEDY, deadline=time.monotonic() + 60))
             assert [d.finish async for u in reply for d in u][-1] == "length"
 
@@ -285,16 +287,12 @@ def test_states(llm: LLM) -> None:
 def test_what_does_not_end_in_time_is_cancelled(llm: LLM) -> None:
     async def main() -> None:
         async with frontend_of(llm, drain_seconds=0.05) as frontend:
-            step = llm.engine.step
-            llm.engine.step = lambda: (time.sleep(0.02), step())[1]
-            try:
-                reply = await frontend.submit(Call("Once", LONG))
-                await drain(frontend, asyncio.Event())
-                assert [d.finish async for u in reply for d in u][-1] == "cancelled" and frontend.open_requests == 0
-            finally:
-                llm.engine.step = step
+            reply = await frontend.submit(Call("Once", LONG))
+            await drain(frontend, asyncio.Event())
+            assert [d.finish async for u in reply for d in u][-1] == "cancelled" and frontend.open_requests == 0
 
-    asyncio.run(main())
+    with slow_steps(llm.engine, 0.02):
+        asyncio.run(main())
 
 
 def test_a_step_that_hangs_does_not_keep_the_process() -> None:
@@ -362,13 +360,13 @@ def test_loads_and_liveness_while_a_step_hangs(llm: LLM, monkeypatch: pytest.Mon
             assert frontend.is_live() and frontend.load.running == 0
             monkeypatch.setattr(llm.engine, "step", lambda: (len(llm.engine.scheduler.running) > 0 and gate.wait(30), step())[1])
             reply = await frontend.submit(Call("Once", GREEDY))
-            while frontend.is_live():
+            while frontend.is_live() or frontend.load.running == 0:
                 await asyncio.sleep(0.01)
             assert frontend.load.running == 1 and frontend.load.blocks_used > 0 and frontend.step_age() >= 0.05
             gate.set()
-            assert await text_of(reply) and frontend.is_live()
+            assert await text_of(reply)
             await idle(frontend)
-            assert (frontend.load.running, frontend.load.blocks_used) == (0, 0)
+            assert frontend.is_live() and (frontend.load.running, frontend.load.blocks_used) == (0, 0)
 
     asyncio.run(main())
 
@@ -380,17 +378,20 @@ def test_a_failing_step_ends_its_requests_and_says_so(compile_cache: str) -> Non
             await frontend.start(llm)
             states: list[str] = []
             frontend.on_state.append(states.append)
-            replies = [await frontend.submit(Call("Once", LONG)) for _ in range(2)]
 
             def fail() -> None:
                 raise OSError("the device went away")
 
-            llm.engine.step = fail
-            for reply in replies:
-                with pytest.raises(Refusal, match="the engine stopped after an error") as caught:
-                    await text_of(reply)
-                assert (caught.value.code, caught.value.grpc, caught.value.http) == ("engine_failed", "INTERNAL", 500)
-            await asyncio.sleep(0.05)
+            with slow_steps(llm.engine, 0.02):
+                replies = [await frontend.submit(Call("Once", LONG)) for _ in range(2)]
+                llm.engine.step = fail
+                for reply in replies:
+                    with pytest.raises(Refusal, match="the engine stopped after an error") as caught:
+                        await text_of(reply)
+                    assert (caught.value.code, caught.value.grpc, caught.value.http) == ("engine_failed", "INTERNAL", 500)
+            async with asyncio.timeout(60):
+                while not states:
+                    await asyncio.sleep(0.01)
             assert states == ["failed"] and isinstance(frontend.failure, OSError) and not frontend.is_live()
             with pytest.raises(Refusal, match="the engine has stopped") as caught:
                 await frontend.submit(Call("Once", GREEDY))
@@ -406,14 +407,13 @@ def test_a_long_prompt_holds_up_nobody(llm: LLM) -> None:
     """While a megabyte is tokenized the event loop goes round; done on the event loop itself it would not."""
     text = ("Once upon a time there was a girl. " * 30_000)[:1_000_000]
 
-    async def longest_gap(work) -> float:
-        gaps, done = [0.0], asyncio.ensure_future(work)
+    async def rounds(work) -> int:
+        count, done = 0, asyncio.ensure_future(work)
         while not done.done():
-            begin = time.perf_counter()
             await asyncio.sleep(0.001)
-            gaps.append(time.perf_counter() - begin)
+            count += 1
         await done
-        return max(gaps)
+        return count
 
     async def main() -> None:
         async with frontend_of(llm) as frontend:
@@ -425,7 +425,7 @@ def test_a_long_prompt_holds_up_nobody(llm: LLM) -> None:
             async def inline() -> None:
                 llm.tokenizer.encode(text)
 
-            assert await longest_gap(refused()) < await longest_gap(inline()) / 2
+            assert await rounds(inline()) <= 2 and await rounds(refused()) > 10
 
     asyncio.run(main())
 

@@ -1,9 +1,9 @@
 """stories260K with a tiny chat template, behind a server for each module."""
 
-import time
 from collections.abc import Iterator
 
 import httpx
+import loopback
 import pytest
 from http_server import TOOLS_TEMPLATE, Server, chat_model, running
 
@@ -44,7 +44,7 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def slow_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_steps(server: Server) -> Iterator[None]:
     """Every step takes 20 ms longer, so that a request is there for a while."""
-    step = server.llm.engine.step
-    monkeypatch.setattr(server.llm.engine, "step", lambda: (time.sleep(0.02), step())[1])
+    with loopback.slow_steps(server.llm.engine, 0.02):
+        yield
