@@ -7,12 +7,11 @@ from typing import Any
 import jax
 
 
-def seconds_of(
-    call: Callable[[], Any], *, wait: Callable[[Any], Any] = jax.block_until_ready, budget: float = 0.5, runs: int = 3
-) -> float:
-    """The best of `runs` means over as many calls as fit into budget / runs seconds, at least one; two before do not count. Calls
-    are started one after the other and waited for together, as an engine does: but on CPU, where calls that do not need each other
-    would run at once, each is waited for."""
+def seconds_of(call: Callable[[], Any], *, wait: Callable[[Any], Any] = jax.block_until_ready, budget: float = 0.5) -> float:
+    """The best mean over as many calls, at least one, as a sixth of a second has: of as many such means as the budget, in seconds,
+    has, at least three shorter ones; two calls before do not count. Calls are started one after the other and waited for together,
+    as an engine does: but on CPU, where calls that do not need each other would run at once, each is waited for."""
+    runs = max(3, round(6 * budget))
     alone = jax.default_backend() == "cpu"
 
     def mean(times: int) -> float:

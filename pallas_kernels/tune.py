@@ -28,7 +28,7 @@ from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.layout import POOL_DTYPES, check
 from pallas_kernels.common.quantized import is_quantized
 from pallas_kernels.common.spec import Scales
-from pallas_kernels.common.targets import Chip, chip_for, platform_of
+from pallas_kernels.common.targets import Chip, chip_for, cpu_name, platform_of
 from pallas_kernels.common.tuning import ROOT, Entry, check_file, chip_name, save, trying
 from pallas_kernels.measure import seconds_of, with_donation
 from pallas_kernels.quant_matmul.weights import GROUPS
@@ -161,7 +161,7 @@ def try_all(load: Load, backend: Backend, chip: Chip | None, budget: float, say:
             config, call = item
             try:
                 args += () if args else load.arguments()
-                best[config] = min(best.get(config, math.inf), seconds_of(call, budget=budget / ROUNDS, runs=1))
+                best[config] = min(best.get(config, math.inf), seconds_of(call, budget=budget / ROUNDS))
             except Exception as error:  # what a device raises
                 told(config, error)
                 calls.remove(item)
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = jax.devices()[0]
     platform = platform_of(device)
     chip = chip_for(platform)
-    name = device.device_kind if platform != "cpu" else f"{device.device_kind}, {os.cpu_count()} cores"
+    name = device.device_kind if platform != "cpu" else f"{cpu_name()}, {os.cpu_count()} cores"
     command = shlex.join(["python", "-m", "pallas_kernels.tune", *(sys.argv[1:] if argv is None else argv)])
     entries = []
     for load in asked or default_loads(op.name, platform):

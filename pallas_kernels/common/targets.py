@@ -1,6 +1,8 @@
 """The chips that kernels are written for: what their memories hold, and what their makers say of their speed."""
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +35,8 @@ CHIPS = (
     Chip("sm_90a", "cuda", ("NVIDIA H200", "NVIDIA H100 80GB HBM3"), 132, 227 * KIB, 0, 4800, 989),
     Chip("sm_100", "cuda", ("NVIDIA B200",), 148, 227 * KIB, 0, 8000, 2250),
 )
+CPUS = ("amx_bf16", "avx512f", "avx2", "asimd")  # what tells one CPU from another, as Linux names it; the first that it has
+CPU_INFO, CPU_CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
 DEFAULT = {"tpu": "v5e", "cuda": "sm_90a"}  # where a program is lowered for a platform and nobody says for which chip
 
 
@@ -66,6 +70,20 @@ def chip_for(platform: str) -> Chip | None:
         first = jax.devices()[0]
         return chip_of_kind(first.device_kind, getattr(first, "compute_capability", None))
     return chip(DEFAULT[platform])
+
+
+@functools.cache
+def cpu_name() -> str:
+    """What this machine's CPU goes by where sizes are looked up: "cpu avx512f", by the instructions that XLA finds for products, as
+    Linux tells them; "cpu" where nobody does."""
+    has = CPU_INFO.read_text(encoding="utf-8").split() if CPU_INFO.exists() else []
+    return " ".join(["cpu", *[name for name in CPUS if name in has][:1]])
+
+
+def cpu_cache() -> int | None:
+    """Bytes of this machine's largest cache as Linux tells; None where nobody does."""
+    sizes = [file.read_text(encoding="ascii").strip() for file in CPU_CACHES.glob("index*/size")]
+    return max((int(size[:-1]) * KIB for size in sizes if size.endswith("K")), default=None)
 
 
 def platform_of(device: Any) -> str:

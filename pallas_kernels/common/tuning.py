@@ -4,7 +4,7 @@
 
 An entry is for one backend, chip and shape, and for sizes up to a power of two:
 
-    {"backend": "xla", "chip": "cpu", "shape": {"block_size": 16, "dtype": "float32", …}, "bucket": 14,
+    {"backend": "xla", "chip": "cpu avx512f", "shape": {"block_size": 16, "dtype": "float32", …}, "bucket": 14,
      "config": {"pairs": 32, "long": 4}, "provenance": {"device": …, "gb_s": …, "jax": …, "command": …, "date": …}}
 
 A provenance of "heuristic" means that nobody measured it.
@@ -23,7 +23,7 @@ from typing import Any
 
 from pallas_kernels.common.layout import check
 from pallas_kernels.common.spec import AttentionSpec, WriteSpec
-from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.targets import Chip, cpu_name
 
 ROOT = Path(__file__).parents[1]
 MEASURED = {"device": str, "gb_s": float, "jax": str, "command": str, "date": str}  # of a provenance
@@ -74,8 +74,8 @@ def write_key(spec: WriteSpec) -> Key:
 
 
 def chip_name(chip: Chip | None) -> str:
-    """As entries have it; what has no chip is a CPU."""
-    return "cpu" if chip is None else chip.name
+    """As entries have it; what has no chip is this machine's CPU."""
+    return cpu_name() if chip is None else chip.name
 
 
 def tuned[C](op: str, backend: str, chip: Chip | None, key: Key, default: C) -> C:

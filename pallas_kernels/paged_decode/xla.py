@@ -15,11 +15,11 @@ from pallas_kernels.common.layout import MASKED, PoolShape, ceil_div, flat_block
 from pallas_kernels.common.online import State, empty_state, finish
 from pallas_kernels.common.quantized import block_scales, compute_dtype
 from pallas_kernels.common.spec import AttentionSpec
-from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.targets import Chip, cpu_cache
 from pallas_kernels.common.tuning import attention_key, tuned
 
 STEP_BYTES = 4 << 20  # K and V in a short iteration, at most, in the dtype of the products
-LONG_BYTES = 16 << 20  # and in a long one: on CPU it is half as fast with twice that
+LONG_BYTES = 16 << 20  # and in a long one: of more than 32 MiB the C library gives the memory back after each call
 MAX_PAIRS = 32  # of a short iteration
 
 
@@ -40,16 +40,18 @@ def block_bytes(pool: PoolShape, dtype: str) -> int:
     return 2 * pool.kv_heads * pool.block_size * pool.width * compute_dtype(dtype).itemsize
 
 
-def default_config(spec: AttentionSpec) -> Config:
+def default_config(spec: AttentionSpec, chip: Chip | None) -> Config:
+    """On a CPU a long iteration takes at most a quarter of the largest cache, where its copies must be when they are read."""
     rows = max(2, spec.rows)
     pairs = pairs_per_step(rows, spec.blocks, spec.pool, spec.dtype)
-    most = LONG_BYTES // (pairs * block_bytes(spec.pool, spec.dtype))
+    cache = None if chip is not None else cpu_cache()
+    most = min(LONG_BYTES, LONG_BYTES if cache is None else cache // 4) // (pairs * block_bytes(spec.pool, spec.dtype))
     return Config(pairs, max(1, min(4, spec.rows, most, rows * spec.blocks // (2 * pairs))))
 
 
 def config_of(spec: AttentionSpec, chip: Chip | None) -> Config:
     """What was tuned for such calls, if this one's list is as long as a long iteration."""
-    default = default_config(spec)
+    default = default_config(spec, chip)
     config = tuned("paged_decode", "xla", chip, attention_key(spec), default)
     return config if config.pairs * config.long <= max(2, spec.rows) * spec.blocks else default
 
@@ -58,7 +60,7 @@ def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
     """As of the table of backends."""
     most = max(2, spec.rows) * spec.blocks
     others = [Config(pairs, long) for pairs in (4, 8, 16, 32, 64) for long in (1, 2, 4, 8) if pairs * long <= most]
-    default = default_config(spec)
+    default = default_config(spec, chip)
     return [default, *(config for config in others if config != default)]
 
 

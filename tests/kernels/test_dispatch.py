@@ -1,15 +1,18 @@
 """What the tables of backends say is what the ops do."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import OPS, kv_write
+from pallas_kernels.common import targets
 from pallas_kernels.common.dispatch import PLATFORMS, Backend, Op, choose, run
 from pallas_kernels.common.layout import PoolShape
 from pallas_kernels.common.spec import WriteSpec
-from pallas_kernels.common.targets import CHIPS, chip, chip_for, chip_of_kind
+from pallas_kernels.common.targets import CHIPS, CPUS, chip, chip_for, chip_of_kind, cpu_cache, cpu_name
 from pallas_kernels.kv_write import OP as KV_WRITE
 
 
@@ -78,6 +81,24 @@ def test_the_first_backend_that_takes_the_call_runs():
 def test_what_run_refuses(args: dict, match: str):
     with pytest.raises(ValueError, match=match):
         call(**args)
+
+
+def test_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """By the widest instructions, and the largest cache, that Linux tells of."""
+    assert cpu_name() in ("cpu", *(f"cpu {name}" for name in CPUS))
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(targets, "CPU_INFO", info)
+    assert cpu_name.__wrapped__() == "cpu"
+    info.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n\nprocessor\t: 1\nflags\t\t: fpu avx2 avx512f\n")
+    assert cpu_name.__wrapped__() == "cpu avx512f"
+    info.write_text("processor\t: 0\nFeatures\t: fp sve\n")
+    assert cpu_name.__wrapped__() == "cpu"
+    monkeypatch.setattr(targets, "CPU_CACHES", tmp_path)
+    assert cpu_cache() is None
+    for number, size in enumerate(("48K\n", "32768K\n", "1024K\n")):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(size)
+    assert cpu_cache() == 32 << 20
 
 
 def test_chips():

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import OPS
 from pallas_kernels.common.spec import TYPICAL_DECODE, TYPICAL_WRITE
-from pallas_kernels.common.targets import CHIPS, chip
+from pallas_kernels.common.targets import CHIPS, CPUS, chip
 from pallas_kernels.common.tuning import (
     ROOT,
     Entry,
@@ -154,7 +154,7 @@ def test_what_is_shipped_is_whole_and_for_chips_and_backends_that_there_are(op):
     path = ROOT / op.name / "tuned.json"
     entries = json.loads(path.read_text()) if path.exists() else []
     assert [complaints(e) for e in entries] == [[]] * len(entries)
-    assert {e["chip"] for e in entries} <= {"cpu", *(c.name for c in CHIPS)}
+    assert {e["chip"] for e in entries} <= {*(f"cpu {name}" for name in CPUS), *(c.name for c in CHIPS)}
     assert {e["backend"] for e in entries} <= {b.name for b in op.backends}
     places = [place_of(e) for e in entries]
     assert places == sorted(places) and len({str(p) for p in places}) == len(places)
@@ -166,4 +166,15 @@ def test_a_list_shorter_than_a_long_iteration_goes_by_rule():
     with trying("paged_decode", "xla", xla.Config(8, 4)):
         assert xla.config_of(spec, None) == xla.Config(8, 4)
     with trying("paged_decode", "xla", xla.Config(16, 4)):
-        assert xla.config_of(spec, None) == xla.default_config(spec)
+        assert xla.config_of(spec, None) == xla.default_config(spec, None)
+
+
+@pytest.mark.parametrize(("cache", "mib"), [(None, 16), (260 << 20, 16), (32 << 20, 8), (1 << 20, 4)])
+def test_a_long_iteration_stays_in_the_cache_of_a_cpu(monkeypatch: pytest.MonkeyPatch, cache: int | None, mib: int):
+    """By rule: a quarter of it, at most 16 MiB, and never less than a short one. On other chips the host's cache says nothing."""
+    spec = dataclasses.replace(TYPICAL_DECODE, rows=64, blocks=64)
+    each = xla.block_bytes(spec.pool, spec.dtype)
+    monkeypatch.setattr(xla, "cpu_cache", lambda: cache)
+    config = xla.default_config(spec, None)
+    assert config.pairs * each == 4 << 20 and config.pairs * config.long * each == mib << 20
+    assert xla.default_config(spec, chip("sm_80")).long == 4
