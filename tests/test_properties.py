@@ -61,7 +61,7 @@ SURROUNDINGS = st.fixed_dictionaries(
 
 def run_among(engine: Engine, arrivals: list[tuple[int, Request]], around: dict) -> dict[tuple[str, int], list[TokenEvent]]:
     """Steps until all is done, in the given surroundings; checks the pool after every step."""
-    pool = engine.scheduler.pool
+    pool, config = engine.scheduler.pool, engine.config
     engine.config = replace(engine.config, schedule=replace(engine.config.schedule, async_steps=around["async_steps"]))
     engine.scheduler.token_budget = around["budget"]
     engine.scheduler.tables.flush()  # nothing is left of the example before
@@ -84,7 +84,7 @@ def run_among(engine: Engine, arrivals: list[tuple[int, Request]], around: dict)
         while engine.has_work():
             engine.step()
         pool.release(held)
-        engine.scheduler.token_budget = engine.config.schedule.max_num_batched_tokens
+        engine.config, engine.scheduler.token_budget = config, config.schedule.max_num_batched_tokens
     return events
 
 
