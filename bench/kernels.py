@@ -31,9 +31,9 @@ from bench.rivals import RIVALS, wait
 from pallas_kernels import OPS
 from pallas_kernels.common.dispatch import choose
 from pallas_kernels.common.layout import check
-from pallas_kernels.common.targets import Chip, chip_for, cpu_name, platform_of
+from pallas_kernels.common.targets import Chip, chip_for, cpu, platform_of
 from pallas_kernels.common.tuning import check_file
-from pallas_kernels.measure import seconds_of, with_donation
+from pallas_kernels.measure import above_zero, seconds_of, with_donation
 from pallas_kernels.workload import Attention, Load, Write, fill
 from pallas_kernels.workload_matmul import Grouped, Quantized
 
@@ -103,7 +103,7 @@ class Device:
 
     @property
     def spec(self) -> tuple[float | None, float | None]:
-        return (None, None) if self.chip is None else (self.chip.read_gb_s, self.chip.bf16_tflop_s)
+        return (None, None) if self.chip is None else (self.chip.read_gb_s or None, self.chip.bf16_tflop_s or None)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def device_at_hand(quick: bool) -> Device:
     """With its ceilings, measured."""
     device = jax.devices()[0]
     platform = platform_of(device)
-    name = f"{cpu_name()}, {os.cpu_count()} cores" if platform == "cpu" else device.device_kind
+    name = f"{cpu().name}, {os.cpu_count()} cores" if platform == "cpu" else device.device_kind
     small, budget = platform == "cpu", 0.05 if quick else 1.0
     read = read_bandwidth(platform, 32 << 20 if quick else 512 << 20 if small else 4 << 30, budget)
     matrix = matrix_rate(platform, 256 if quick else 2048 if small else 8192, budget)
@@ -267,8 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: whether it runs")
     parser.add_argument("--only", help="only cases whose op and name contain this")
-    parser.add_argument("--limit", type=float, default=420, help="seconds after which no further case is begun (default: 420)")
-    parser.add_argument("--budget", type=float, help="seconds to measure each implementation for (default: 0.5, on a CPU 2)")
+    parser.add_argument("--limit", type=above_zero, default=420, help="seconds after which no further case is begun (default: 420)")
+    parser.add_argument("--budget", type=above_zero, help="seconds to measure each implementation for (default: 0.5, on a CPU 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes everything there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draws shares of the read bandwidth there (extra `plots`)")
     args = parser.parse_args(argv)
@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{device.name}: reads {device.read:.1f} GB/s, multiplies {device.matrix:.2f} TFLOP/s, both measured; data sheet: ", end=""
     )
-    print("not known" if device.chip is None else f"{device.spec[0]:.0f} GB/s, {device.spec[1]:.0f} TFLOP/s")
+    print("not known" if device.spec[0] is None else f"{device.spec[0]:.0f} GB/s, {device.spec[1]:.0f} TFLOP/s")
     print("* is what the op takes by itself; shares are of what was measured, then of the data sheet\n", flush=True)
     rows = []
     for load in loads:

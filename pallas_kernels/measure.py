@@ -1,10 +1,23 @@
 """How long something takes on the device at hand."""
 
+import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+
+def above_zero(text: str) -> float:
+    """The seconds that a command's option says, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be seconds, more than 0; got {text}")
+    return value
 
 
 def seconds_of(call: Callable[[], Any], *, wait: Callable[[Any], Any] = jax.block_until_ready, budget: float = 0.5) -> float:

@@ -28,9 +28,9 @@ from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.layout import POOL_DTYPES, check
 from pallas_kernels.common.quantized import is_quantized
 from pallas_kernels.common.spec import Scales
-from pallas_kernels.common.targets import Chip, chip_for, cpu_name, platform_of
+from pallas_kernels.common.targets import Chip, chip_for, cpu, platform_of
 from pallas_kernels.common.tuning import ROOT, Entry, check_file, chip_name, save, trying
-from pallas_kernels.measure import seconds_of, with_donation
+from pallas_kernels.measure import above_zero, seconds_of, with_donation
 from pallas_kernels.quant_matmul.weights import GROUPS
 from pallas_kernels.workload import Attention, Load, Rows, Write
 from pallas_kernels.workload_matmul import Grouped, Quantized
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", help="only this one; default: all that have sizes to choose")
     parser.add_argument("--load", action="append", metavar="NAME=N,…", help="what to tune for; may be given again")
     parser.add_argument("--out", type=Path, help="default: the tuned.json of the op")
-    parser.add_argument("--budget", type=float, default=0.5, help="seconds to measure a candidate for (default: 0.5)")
+    parser.add_argument("--budget", type=above_zero, default=0.5, help="seconds to measure a candidate for (default: 0.5)")
     args = parser.parse_args(argv)
     op = next(op for op in OPS if op.name == args.op)
     names, out = [backend.name for backend in op.backends], args.out or ROOT / op.name / "tuned.json"
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = jax.devices()[0]
     platform = platform_of(device)
     chip = chip_for(platform)
-    name = device.device_kind if platform != "cpu" else f"{cpu_name()}, {os.cpu_count()} cores"
+    name = device.device_kind if platform != "cpu" else f"{cpu().name}, {os.cpu_count()} cores"
     command = shlex.join(["python", "-m", "pallas_kernels.tune", *(sys.argv[1:] if argv is None else argv)])
     entries = []
     for load in asked or default_loads(op.name, platform):

@@ -1,7 +1,7 @@
 """Compiles the kernels of every op to machine code for chips that are not here, and prints what the compilers say of them:
 
     python -m pallas_kernels.aot                                # every backend, its cases, all tuned entries, seven chips
-    python -m pallas_kernels.aot --short                        # one or two cases of each op and all tuned entries
+    python -m pallas_kernels.aot --short                        # up to three cases of each op and all tuned entries
     python -m pallas_kernels.aot --op paged_decode --chip sm_90a --json report.json
 
 The exit code is 1 if something failed that its backend says it takes: a refusal by the compiler, spilled registers at a head width

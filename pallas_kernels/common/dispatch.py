@@ -107,25 +107,28 @@ def run(
     """Calls the function of the backend of this name, or (None) of the one that is chosen for the platform that the program is
     compiled for. ValueError, before anything is traced, for an unknown name and for a backend that refuses the call.
 
-    platform: of PLATFORMS, if the caller knows it; the backends of others are then not even traced. Each function is called as
-    f(*args, chip=…).
+    platform: of PLATFORMS, if the caller knows it; nothing is then traced for others. Each function is called as f(*args, chip=…),
+    with the chip of the platform.
     """
     check(platform is None or platform in PLATFORMS, f"platform must be one of {', '.join(PLATFORMS)}; got {platform}")
+    only = None
     if backend is not None:
         names = [b.name for b in op.backends]
         check(backend in names, f"backend of {op.name} must be {' or '.join(names)}; got {backend}")
-        one = op.backends[names.index(backend)]
-        where = platform or (one.platforms or PLATFORMS)[0]
-        reason = one.refuses(spec, where)
+        only = op.backends[names.index(backend)]
+        reason = only.refuses(spec, platform or (only.platforms or PLATFORMS)[0])
         check(reason is None, f"{op.name} cannot run as {backend}: it {reason}")
-        return functions[backend](*args, chip=chip_for(where))
+        if platform is None and only.platforms:
+            (platform,) = only.platforms
 
-    def on(platform: str) -> Callable[..., Any]:
-        name, chip = choose(op, spec, platform).name, chip_for(platform)
+    def plan(platform: str) -> tuple[str, Chip | None]:
+        return (only or choose(op, spec, platform)).name, chip_for(platform)
+
+    def call(name: str, chip: Chip | None) -> Callable[..., Any]:
         return lambda *args: functions[name](*args, chip=chip)
 
     if platform is not None:
-        return on(platform)(*args)
-    chosen = {p: choose(op, spec, p).name for p in PLATFORMS}
-    branches = {p: on(p) for p, name in chosen.items() if name != chosen["cpu"]}
-    return lax.platform_dependent(*args, default=on("cpu"), **branches) if branches else on("cpu")(*args)
+        return call(*plan(platform))(*args)
+    plans = {p: plan(p) for p in PLATFORMS}
+    others = {p: call(*plans[p]) for p in PLATFORMS if plans[p] != plans["cpu"]}
+    return lax.platform_dependent(*args, default=call(*plans["cpu"]), **others)

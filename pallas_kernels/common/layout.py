@@ -4,7 +4,8 @@ Axes: J layers, N blocks, K kv heads, P tokens per block, D' stored head width, 
 T tokens, B blocks per row.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,16 @@ def check_floats(name: str, x: jax.Array) -> None:
     check(jnp.issubdtype(x.dtype, jnp.floating), f"{name} must hold floats; got {x.dtype}")
 
 
+def result_dtype(out_dtype: Any, default: Any) -> str:
+    """The dtype that a product is asked for, None being the default; ValueError unless it is float32 or bfloat16."""
+    try:
+        name = jnp.dtype(default if out_dtype is None else out_dtype).name
+    except TypeError:
+        name = ""
+    check(name in ("float32", "bfloat16"), f"out_dtype must be float32 or bfloat16; got {out_dtype or default}")
+    return name
+
+
 def check_queries(
     q: jax.Array,
     pool: PoolShape,
@@ -89,10 +100,20 @@ def check_queries(
     check_ints("context_lens", context_lens, block_tables.shape[:1])
     whole = window is None or (isinstance(window, int | np.integer) and 1 <= window < 1 << 31)
     check(whole, f"window must be an integer from 1 to {(1 << 31) - 1}, or None; got {window}")
-    check(soft_cap is None or soft_cap > 0, f"soft_cap must be positive; got {soft_cap}")
+    check(soft_cap is None or 0 < soft_cap < math.inf, f"soft_cap must be positive and finite, or None; got {soft_cap}")
     if sinks is not None:
         check(sinks.shape == (heads,), f"sinks must be [{heads}]; got {sinks.shape}")
         check_floats("sinks", sinks)
+
+
+def precision_of(dtype: Any) -> lax.Precision | None:
+    """Of products: those of f32 are f32, where TPUs by default round to bf16, and GPUs to TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Products of one dtype, summed in f32."""
+    return jnp.einsum(subscripts, a, b, precision=precision_of(a.dtype), preferred_element_type=jnp.float32)
 
 
 def ceil_div(a: jax.Array, b: int) -> jax.Array:

@@ -133,10 +133,10 @@ def heuristic(rows: int, width: int, chip: Chip) -> Config:
 
 
 def config_of(op: str, rows: int, spec: AttentionSpec, chip: Chip) -> Config:
-    """What was measured for such calls, if this one has room for it, or else `heuristic`."""
+    """What was measured for such calls, if it is one to try for this one, or else `heuristic`."""
     default = heuristic(rows, spec.pool.width, chip)
     config = tuned(op, "mosaic_gpu_sm80", chip, attention_key(spec), default)
-    return config if shared_bytes(rows, spec.pool.width, config) <= chip.fast_memory else default
+    return config if config in candidates(rows, spec, chip) else default
 
 
 def candidates(rows: int, spec: AttentionSpec, chip: Chip) -> list[Config]:

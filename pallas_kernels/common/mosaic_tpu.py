@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.common.layout import LOWEST, MASKED
+from pallas_kernels.common.layout import LOWEST, MASKED, precision_of
 from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.spec import AttentionSpec, Scales
 from pallas_kernels.common.splits import LOG2E
@@ -158,7 +158,7 @@ def kernel(
         """All heads, to the `compute` blocks from `at` on of a buffer; the first of their places is `start`."""
         mask = masks(start) if masked else None
         scale = options.scale * kv_scales_ref[0] if options.scales == "tensor" else options.scale
-        precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
+        precision = precision_of(q_ref.dtype)
 
         def one(head: jax.Array | int) -> None:
             k, v = (buffers[0][slot, pl.ds(at, config.compute), x, head].reshape(columns, -1).astype(q_ref.dtype) for x in (0, 1))
@@ -332,8 +332,9 @@ def refusal(spec: AttentionSpec, chip: Chip, *, jobs: int, config: Config, group
 
 
 def fits(spec: AttentionSpec, chip: Chip, config: Config, group: int) -> bool:
-    """Whether the kernel takes at most half of VMEM."""
-    return vmem_of(spec, config, group) <= chip.fast_memory // 2
+    """Whether chunks are whole, there are two to fill in turns, and the kernel takes at most half of VMEM."""
+    whole = config.fetch % config.compute == 0 and config.buffers >= 2
+    return whole and vmem_of(spec, config, group) <= chip.fast_memory // 2
 
 
 def choices(spec: AttentionSpec, chip: Chip, default: Config, tiles: Sequence[int], group: int) -> list[Config]:

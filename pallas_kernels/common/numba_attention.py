@@ -81,20 +81,29 @@ def largest(values, first, last, top):
 
 
 @jit
-def rows_and_tiles(starts, tables, first, rows, group, windowed):
+def start_of(starts, row, tokens):
+    """Of a row's tokens; never outside of them, whatever the caller says."""
+    return min(max(np.int64(starts[row]), 0), tokens)
+
+
+@jit
+def rows_and_tiles(starts, tables, first, rows, group, windowed, tokens):
     """How many rows from `first` on go together, and how many tiles of queries they are."""
-    count = np.int64(starts[first + 1]) - starts[first]
+    count = max(0, start_of(starts, first + 1, tokens) - start_of(starts, first, tokens))
     if count != 1 or windowed:
         return 1, (count * group + TILE - 1) // TILE
     most = max(1, min(TOGETHER, TILE // group, rows - first))
     size = 1
-    while size < most and starts[first + size + 1] - starts[first + size] == 1 and tables[first + size, 0] == tables[first, 0]:
+    while size < most and tables[first + size, 0] == tables[first, 0]:
+        if start_of(starts, first + size + 1, tokens) - start_of(starts, first + size, tokens) != 1:
+            break
         size += 1
     return size, (size * group + TILE - 1) // TILE
 
 
 @jit
 def item_count(frame):
+    tokens = argument(frame, 0)[1][0]
     group = argument(frame, 0)[1][1] // argument(frame, 1)[1][3]
     ints = array(argument(frame, 2)[0], (2,), np.int32)
     address, dims = argument(frame, 4)
@@ -102,7 +111,7 @@ def item_count(frame):
     starts = array(argument(frame, 6)[0], (dims[0] + 1,), np.int32)
     row, items = 0, 0
     while row < dims[0]:
-        size, tiles = rows_and_tiles(starts, tables, row, dims[0], group, ints[1] > 0)
+        size, tiles = rows_and_tiles(starts, tables, row, dims[0], group, ints[1] > 0, tokens)
         row += size
         items += tiles
     return items * argument(frame, 1)[1][3] + 1  # the last one is what belongs to no row
@@ -174,11 +183,15 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
             values[p] *= factors[p]
 
     @jit(fastmath=MATH)
-    def attend(kv, scales, pool, base, k, table, begin, end, places, window, soft_cap, queries, scores, top, total, sums, part):
-        """Queries to the tokens `begin` to `end` of a table's row; each sees those up to its place."""
+    def attend(
+        kv, scales, pool, base, blocks, k, table, begin, end, places, window, soft_cap, queries, scores, top, total, sums, part
+    ):  # fmt: skip
+        """Queries to the tokens `begin` to `end` of a table's row; each sees those up to its place. An entry that names no block of
+        the pool is taken for the scrap block."""
         kv_heads = kv.shape[2]
         for b in range(begin // block_size, (end + block_size - 1) // block_size):
             block, following = base + table[b], base + table[min(b + 1, table.shape[0] - 1)]
+            block = block if base <= block < base + blocks else base
             low, high = max(begin - b * block_size, 0), min(block_size, end - b * block_size)
             keys, values = kv[block, 0, k, low:high], kv[block, 1, k, low:high]
             chunks = (high - low + CHUNK - 1) // CHUNK
@@ -213,24 +226,25 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
         tokens, heads = dims[0], dims[1]
         q = array(address, (tokens, heads, width), np.float32)
         pool, dims = argument(frame, 1)
-        blocks, kv_heads = dims[1], dims[3]
-        kv = array(pool, (dims[0] * blocks, 2, kv_heads, block_size, stored), raw)
+        layers, blocks, kv_heads = dims[0], dims[1], dims[3]
+        kv = array(pool, (layers * blocks, 2, kv_heads, block_size, stored), raw)
         address = argument(frame, 8)[0]
         factors = array(address, (2,), np.float32)
-        scales = array(address, (dims[0] * blocks, 2, kv_heads, block_size), np.float32)
+        scales = array(address, (layers * blocks, 2, kv_heads, block_size), np.float32)
         k_factor, v_factor = (one, one) if by_token else (factors[0], factors[1])
         ints = array(argument(frame, 2)[0], (2,), np.int32)
         floats = array(argument(frame, 3)[0], (2,), np.float32)
         address, dims = argument(frame, 4)
         rows = dims[0]
         tables = array(address, (rows, dims[1]), np.int32)
+        room = dims[1] * block_size
         lens = array(argument(frame, 5)[0], (rows,), np.int32)
         starts = array(argument(frame, 6)[0], (rows + 1,), np.int32)
         sinks = array(argument(frame, 7)[0], (heads,), np.float32)
         out = array(result(frame, 0)[0], (tokens, heads, width), np.float32)
         lse = array(result(frame, 1)[0], (tokens, heads), np.float32)
 
-        base, window = np.int64(ints[0]) * blocks, np.int64(ints[1])
+        base, window = min(max(np.int64(ints[0]), 0), layers - 1) * blocks, np.int64(ints[1])
         scale, soft_cap = floats[0] * k_factor, floats[1]
         group = heads // kv_heads
         queries, sums = np.empty((TILE, width), np.float32), np.empty((TILE, width), np.float32)
@@ -249,22 +263,24 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
                 row += size
                 if row == rows:
                     break
-                size, tiles = rows_and_tiles(starts, tables, row, rows, group, window > 0)
+                size, tiles = rows_and_tiles(starts, tables, row, rows, group, window > 0, tokens)
             if row == rows:
-                for t in range(starts[rows], tokens):
-                    for h in range(heads):
+                first, after = start_of(starts, 0, tokens), start_of(starts, rows, tokens)
+                for t in range(tokens):
+                    for h in range(0 if first <= t < after else heads):
                         lse[t, h] = -np.inf
                         for d in range(width):
                             out[t, h, d] = zero
                 break
 
             k, tile = (item - before) % kv_heads, (item - before) // kv_heads
-            start = np.int64(starts[row])
-            count = np.int64(starts[row + size]) - start  # tokens of the rows
+            start = start_of(starts, row, tokens)
+            count = start_of(starts, row + size, tokens) - start  # tokens of the rows
             n = min(TILE, count * group - tile * TILE)
             for r in range(n):
                 t, g = (tile * TILE + r) // group, (tile * TILE + r) % group
-                places[r] = lens[row + t] - 1 if size > 1 else lens[row] - count + t
+                length = min(np.int64(lens[row + t if size > 1 else row]), room)
+                places[r] = length - 1 if size > 1 else length - count + t
                 top[r], total[r] = lowest, zero
                 for d in range(width):
                     queries[r, d] = q[start + t, k * group + g, d] * scale
@@ -287,7 +303,7 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
                 first, last = (0, n) if i < 0 or size == 1 else (s * group, (s + 1) * group)
                 since, until = (begin, shared * block_size) if i < 0 else (max(begin, shared * block_size), places[last - 1] + 1)
                 attend(
-                    kv, scales, pool, base, k, tables[row + s], since, until, places[first:last], window, soft_cap,
+                    kv, scales, pool, base, blocks, k, tables[row + s], since, until, places[first:last], window, soft_cap,
                     queries[first:last], scores[first:last], top[first:last], total[first:last], sums[first:last], part,
                 )  # fmt: skip
 

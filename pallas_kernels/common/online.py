@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import LOWEST, MASKED, ceil_div, flat_blocks, pad_axis, scores, take_blocks
+from pallas_kernels.common.layout import LOWEST, MASKED, ceil_div, einsum_f32, flat_blocks, pad_axis, scores, take_blocks
 from pallas_kernels.common.quantized import block_scales
 
 CHUNK = 128  # tokens of context an iteration; 256 takes twice the time for 128 tokens on CPU
@@ -77,7 +77,7 @@ def attend_span(
         seen = inside & (place <= query)
         if window is not None:
             seen &= place > query - window
-        s = jnp.einsum("kqd,kcd->kqc", q, k, preferred_element_type=jnp.float32)
+        s = einsum_f32("kqd,kcd->kqc", q, k)
         v_scale = None
         if kv_scales is not None:
             k_scale, v_scale = (in_row(x)[:, None] for x in block_scales(kv_scales, at, kv_heads, block_size))
@@ -88,7 +88,7 @@ def attend_span(
         p = jnp.exp(s - new_top[..., None])
         keep = jnp.exp(top - new_top)
         weights = p if v_scale is None else p * jnp.where(inside, v_scale, 0)
-        part = jnp.einsum("kqc,kcd->kqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        part = einsum_f32("kqc,kcd->kqd", weights.astype(v.dtype), v)
         acc = acc * keep[..., None] + part
         return new_top, total * keep + p.sum(-1), acc
 

@@ -1,6 +1,7 @@
 """The chips that kernels are written for: what their memories hold, and what their makers say of their speed."""
 
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Chip:
-    """One core, as a kernel sees it. Speeds are the data sheet's, for the device that JAX shows."""
+    """One core, as a kernel sees it. Speeds are the data sheet's, for the device that JAX shows; 0: not known."""
 
     name: str
-    platform: str  # as JAX's lowering names it: "tpu", "cuda"
+    platform: str  # as JAX's lowering names it: "tpu", "cuda", "cpu"
     kinds: tuple[str, ...]  # Device.device_kind; the first is the one that stands for all
     cores: int  # streaming multiprocessors of a GPU, tensor cores of a TPU device
-    fast_memory: int  # bytes: VMEM of a TPU core, shared memory that one block of a GPU may have
+    fast_memory: int  # bytes: VMEM of a TPU core, shared memory that one block of a GPU may have, the largest cache of a CPU
     scalar_memory: int  # bytes of SMEM of a TPU core; 0 elsewhere
     read_gb_s: float
     bf16_tflop_s: float
@@ -59,31 +60,35 @@ def chip_of_kind(kind: str, compute_capability: str | None = None) -> Chip | Non
 
 
 def chip_for(platform: str) -> Chip | None:
-    """The chip that a trace for this platform is for: that of the abstract mesh in use, of this process's devices, or DEFAULT.
-    None: a platform without kernels of its own."""
+    """The chip that a trace for this platform is for: that of the abstract mesh in use, of this process's devices, or DEFAULT; this
+    machine's CPU. None: a platform or a device without kernels of its own."""
+    if platform == "cpu":
+        return cpu()
     if platform not in DEFAULT:
         return None
-    device = get_abstract_mesh().abstract_device
-    if device is not None and device.platform in (platform, "gpu" if platform == "cuda" else platform):
-        return chip_of_kind(device.device_kind) or chip(DEFAULT[platform])
-    if jax.default_backend() == ("gpu" if platform == "cuda" else platform):
-        first = jax.devices()[0]
-        return chip_of_kind(first.device_kind, getattr(first, "compute_capability", None))
-    return chip(DEFAULT[platform])
+    named = platform, "gpu" if platform == "cuda" else platform
+    own = jax.devices()[0] if jax.default_backend() in named else None
+    meant = get_abstract_mesh().abstract_device  # it does not tell its compute capability
+    device = own if meant is None or meant.platform not in named else meant
+    if device is None:
+        return chip(DEFAULT[platform])
+    same = own is not None and own.device_kind == device.device_kind
+    return chip_of_kind(device.device_kind, getattr(own, "compute_capability", None) if same else None)
 
 
 @functools.cache
-def cpu_name() -> str:
-    """What this machine's CPU goes by where sizes are looked up: "cpu avx512f", by the instructions that XLA finds for products, as
-    Linux tells them; "cpu" where nobody does."""
+def cpu() -> Chip:
+    """This machine's CPU, called by the widest instructions that XLA finds for products ("cpu avx512f"), as Linux tells them, and
+    with its largest cache; "cpu", and 0, where nobody tells."""
     has = CPU_INFO.read_text(encoding="utf-8").split() if CPU_INFO.exists() else []
-    return " ".join(["cpu", *[name for name in CPUS if name in has][:1]])
-
-
-def cpu_cache() -> int | None:
-    """Bytes of this machine's largest cache as Linux tells; None where nobody does."""
+    name = " ".join(["cpu", *[name for name in CPUS if name in has][:1]])
     sizes = [file.read_text(encoding="ascii").strip() for file in CPU_CACHES.glob("index*/size")]
-    return max((int(size[:-1]) * KIB for size in sizes if size.endswith("K")), default=None)
+    cache = max((int(size[:-1]) * KIB for size in sizes if size.endswith("K")), default=0)
+    return Chip(name, "cpu", ("cpu",), os.cpu_count() or 1, cache, 0, 0, 0)
+
+
+def is_cpu(chip: Chip | None) -> bool:
+    return chip is not None and chip.platform == "cpu"
 
 
 def platform_of(device: Any) -> str:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
-from pallas_kernels.common.layout import check, check_ints
+from pallas_kernels.common.layout import check, check_ints, result_dtype
 from pallas_kernels.common.sharding import Split, over, split_of
 from pallas_kernels.common.tuning import tuned
 from pallas_kernels.grouped_matmul import xla
@@ -65,12 +65,11 @@ def grouped_matmul(
     )
     check(rhs.dtype == lhs.dtype, f"rhs must be {lhs.dtype}, as lhs; got {rhs.dtype}")
     check_ints("group_sizes", group_sizes, rhs.shape[:1])
-    out = jnp.dtype(out_dtype or lhs.dtype)
-    check(out in DTYPES, f"out_dtype must be float32 or bfloat16; got {out}")
+    out = result_dtype(out_dtype, lhs.dtype)
     split = split_of("rhs", rhs, sharding, {0: "experts", 1: "outputs", 2: "inputs"})
     if split is not None:
-        return over_shards(split, lhs, rhs, group_sizes, str(out), {"backend": backend, "platform": platform})
-    spec = GroupedSpec(tokens, inputs, rhs.shape[1], rhs.shape[0], str(lhs.dtype), str(out))
+        return over_shards(split, lhs, rhs, group_sizes, out, {"backend": backend, "platform": platform})
+    spec = GroupedSpec(tokens, inputs, rhs.shape[1], rhs.shape[0], str(lhs.dtype), out)
 
     def call(entry, lhs, rhs, group_sizes, chip):
         return entry(lhs, rhs, group_sizes, chip=chip, out_dtype=spec.out_dtype)

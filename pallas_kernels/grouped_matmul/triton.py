@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.common.compat import traced_for
+from pallas_kernels.common.layout import precision_of
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tuning import tuned
 from pallas_kernels.grouped_matmul.spec import GroupedSpec, grouped_key
@@ -77,7 +78,7 @@ def body(expert_ref, start_ref, begin_ref, end_ref, lhs_ref, rhs_ref, out_ref, *
         zero = jnp.zeros((), lhs_ref.dtype)
         x = plt.load(lhs_ref.at[row[:, None], at[None, :]], mask=own & inside, other=zero)
         w = plt.load(rhs_ref.at[weights, out[:, None], at[None, :]], mask=(out < outputs)[:, None] & inside, other=zero)
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        precision = precision_of(x.dtype)
         return acc + lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
     acc = lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros((config.rows, config.outputs), jnp.float32))

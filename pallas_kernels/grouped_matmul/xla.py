@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import ceil_div, pad_axis
-from pallas_kernels.common.targets import KIB, Chip
+from pallas_kernels.common.layout import ceil_div, einsum_f32, pad_axis
+from pallas_kernels.common.targets import KIB, Chip, is_cpu
 from pallas_kernels.grouped_matmul.spec import GroupedSpec
 
 MAX_ROWS = 128  # of a tile
@@ -58,7 +58,7 @@ def matmul(
 
 def by_choice(lhs: jax.Array, rhs: jax.Array, ends: jax.Array) -> jax.Array:
     """f32[T, out]: each row of the product with its expert; any past the last expert's."""
-    products = jnp.einsum("ti,eoi->eto", lhs, rhs, preferred_element_type=jnp.float32)
+    products = einsum_f32("ti,eoi->eto", lhs, rhs)
     row = jnp.arange(lhs.shape[0])
     expert = jnp.minimum(jnp.sum(row[:, None] >= ends, axis=1), len(ends) - 1)
     return products[expert, row]
@@ -70,7 +70,7 @@ def by_loop(
     """f32[T, out], any past the last expert's rows."""
     (tokens, inputs), (experts, outputs, _) = lhs.shape, rhs.shape
     tile = config.rows
-    wide = jnp.float32 if chip is None and tile > NARROW_ROWS else lhs.dtype
+    wide = jnp.float32 if is_cpu(chip) and tile > NARROW_ROWS else lhs.dtype
     block = min(outputs, max(16, config.kib * KIB // (4 * inputs) // 16 * 16))
     # A tile may reach past its expert's rows: the next one's, written later, then replace what it left there.
     lhs = pad_axis(lhs.astype(wide), 0, tokens + tile)
@@ -86,7 +86,7 @@ def by_loop(
             def rows(t, y):
                 row = start + t * tile
                 x = lax.dynamic_slice_in_dim(lhs, row, tile)
-                product = jnp.einsum("ti,oi->to", x, weights, preferred_element_type=jnp.float32)
+                product = einsum_f32("ti,oi->to", x, weights)
                 return lax.dynamic_update_slice(y, product, (row, at))
 
             return lax.fori_loop(0, ceil_div(group_sizes[e], tile), rows, y)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -61,7 +62,8 @@ def kv_write(
     check_floats("k", k)
     check_floats("v", v)
     check_ints("slots", slots, k.shape[:1])
-    check(num_rows >= 1, f"num_rows must be at least 1; got {num_rows}")
+    whole = isinstance(num_rows, int | np.integer) and num_rows >= 1
+    check(whole, f"num_rows must be an integer, at least 1; got {num_rows}")
     layer = check_layer(layer, pool.layers)
     scales = check_scales(kv_scales, pool, kv.dtype)
     split = split_of("kv", kv, sharding, {3: "kv heads"})

@@ -1,5 +1,6 @@
-"""kv_write in Mosaic GPU, for every GPU since Ampere: one program a token takes its keys and values of all heads, quantizes them
-where the pool has 8 bits, and writes them where they belong. In place: the pool is an argument that is written to.
+"""kv_write in Mosaic GPU, for GPUs of compute capability 8, 9 and 10: one program a token takes its keys and values of all
+heads, quantizes them where the pool has 8 bits, and writes them where they belong. In place: the pool is an argument that is
+written to.
 """
 
 import math

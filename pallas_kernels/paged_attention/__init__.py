@@ -20,7 +20,7 @@ OP = Op(
     (
         kernel(__name__, "mosaic_tpu", ("tpu",), "tiles of queries over blocks that are read ahead"),
         kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
-        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which Ampere, Ada, Hopper and B200 have"),
         kernel(__name__, "numba_cpu", ("cpu",), "machine code of its own, which reads blocks where they lie"),
         kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
         Backend("xla", (), "a loop over blocks with an online softmax"),
@@ -50,10 +50,10 @@ def paged_attention(
     """f32[T, H, D]: row s owns q[query_start[s]:query_start[s + 1]], the last positions of its context; each sees the context
     up to itself.
 
-    q [T, H, D], cast as in paged_decode; kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced; block_tables i32[S, B];
-    context_lens i32[S] counts the row's own tokens, which are in the pool already; query_start i32[S + 1] starts with 0;
-    num_decode i32[1]: so many rows at the front have one token each. Padding rows have no tokens; tokens of no row give 0.
-    The options are those of paged_decode.
+    q [T, H, D], cast as in paged_decode; kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced; block_tables i32[S, B], entries
+    below N; context_lens i32[S], at most B * P, counts the row's own tokens, which are in the pool already; query_start i32[S + 1]
+    starts with 0, never falls, and ends with at most T; num_decode i32[1]: so many rows at the front have one token each. Padding
+    rows have no tokens; tokens of no row give 0. The options are those of paged_decode.
     """
     q, kv, block_tables, context_lens = (jnp.asarray(x) for x in (q, kv, block_tables, context_lens))
     query_start, num_decode = jnp.asarray(query_start), jnp.asarray(num_decode)

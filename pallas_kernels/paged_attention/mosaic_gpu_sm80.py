@@ -1,5 +1,5 @@
-"""paged_attention in Mosaic GPU for every GPU since Ampere, with products of single warps: see common/mma.py. Decode rows go to
-paged_decode's.
+"""paged_attention in Mosaic GPU for GPUs of compute capability 8, 9 and 10, with products of single warps: see common/mma.py.
+Decode rows go to paged_decode's.
 
 A program takes one tile of a row's query tokens, with the G heads of one kv head side by side in 64 rows, and all of the context
 that one of them sees. It writes whole tiles, which XLA puts in their places: the last tile of a row has fewer tokens.

@@ -80,7 +80,7 @@ def attend_with_lse(
         block_tables,
         context_lens,
         query_start,
-        jnp.full(heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32),
-        jnp.ones(2, jnp.float32) if kv_scales is None else kv_scales,
+        jnp.full(heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        jnp.ones(2, jnp.float32) if kv_scales is None else kv_scales.astype(jnp.float32),
     )
     return out, lse

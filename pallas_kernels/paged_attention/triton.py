@@ -103,7 +103,8 @@ def attend(
     kind = "none" if kv_scales is None else "token" if kv_scales.ndim > 1 else "tensor"
     spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, kind)
     default = heuristic(group, width, str(compute), chip)
-    config = config or tuned("paged_attention", "triton", chip, attention_key(spec), default)
+    measured = tuned("paged_attention", "triton", chip, attention_key(spec), default)
+    config = config or (measured if measured in candidates(spec, chip) else default)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     tiles = tiles_of(query_start, context_lens, num_decode, tokens, config.rows // group)
     scales = jnp.ones(2, jnp.float32) if kv_scales is None else kv_scales

@@ -20,7 +20,7 @@ OP = Op(
     (
         kernel(__name__, "mosaic_tpu", ("tpu",), "reads each block once, ahead of the arithmetic"),
         kernel(__name__, "mosaic_gpu", ("cuda",), "Hopper: copies by TMA, products by wgmma"),
-        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which every GPU since Ampere has"),
+        kernel(__name__, "mosaic_gpu_sm80", ("cuda",), "products of single warps, which Ampere, Ada, Hopper and B200 have"),
         kernel(__name__, "numba_cpu", ("cpu",), "machine code of its own, which reads blocks where they lie"),
         kernel(__name__, "triton", ("cuda",), "a stop-gap where no Mosaic kernel takes the call"),
         Backend("xla", (), "a loop over blocks with an online softmax", candidates=xla.candidates),
@@ -49,10 +49,10 @@ def paged_decode(
     """f32[S, H, D], and with return_lse f32[S, H], the logarithm of the softmax's denominator (sink included).
 
     q [S, H, D], cast to kv's dtype (bfloat16 where that has 8 bits); kv [J, N, 2, K, P, D']; layer i32 scalar, may be traced;
-    block_tables i32[S, B]; context_lens i32[S] counts the query's own token, which is the last. Rows of length 0 give 0 and
-    -inf. scale multiplies the f32 scores; window: how many tokens are seen, the last included; soft_cap: scores become
-    cap * tanh(score / cap); sinks [H]: one more logit a head that has no value; kv_scales: of a pool of 8 bits, as in
-    common/quantized.py. Table entries past a row's length are not read, and slots past it may hold anything, NaN included.
+    block_tables i32[S, B], entries below N; context_lens i32[S], at most B * P, counts the query's own token, which is the last.
+    Rows of length 0 give 0 and -inf. scale multiplies the f32 scores; window: how many tokens are seen, the last included;
+    soft_cap: scores become cap * tanh(score / cap); sinks [H]: one more logit a head that has no value; kv_scales: of a pool of
+    8 bits, as in common/quantized.py. Past a row's length table entries are not read, and slots may hold anything, NaN included.
     backend, platform: as in `dispatch.run`. sharding: how kv is sharded over a mesh, by kv heads alone; None: as kv itself says
     (`sharding.split_of`). q, sinks and the results then are sharded by heads, scales per token as kv.
     """

@@ -60,12 +60,12 @@ def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
 
 
 def config_of(spec: AttentionSpec, chip: Chip) -> Config:
-    """What was tuned for such calls, if this one has room for it, or else `heuristic`."""
+    """What was tuned for such calls, if it is one to try for this one, or else `heuristic`."""
     sizes = spec.pool.block_size, spec.pool.width, spec.dtype, spec.scales == "token"
     default = heuristic(*sizes, chip)
     assert default is not None  # supports
     config = tuned("paged_decode", "mosaic_gpu", chip, attention_key(spec), default)
-    return config if fits(config, *sizes, chip) else default
+    return config if config in candidates(spec, chip) else default
 
 
 def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:

@@ -1,4 +1,4 @@
-"""paged_decode in Mosaic GPU for every GPU since Ampere, with products of single warps: see common/mma.py.
+"""paged_decode in Mosaic GPU for GPUs of compute capability 8, 9 and 10, with products of single warps: see common/mma.py.
 
 A program takes the G query heads of one kv head of one row, filled up to 16 rows, and one of the parts that the row's context is
 split into; it writes its part's result and logarithm of the denominator, which XLA merges.

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.common.compat import traced_for
-from pallas_kernels.common.layout import LOWEST, MASKED, check_pool, pad_axis
+from pallas_kernels.common.layout import LOWEST, MASKED, check_pool, pad_axis, precision_of
 from pallas_kernels.common.quantized import compute_dtype
 from pallas_kernels.common.spec import AttentionSpec, attention_spec
 from pallas_kernels.common.splits import LOG2E, default_splits, merge, tile_span
@@ -73,7 +73,7 @@ def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """f32; a and b [., .] of one dtype, contracted over these axes."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = precision_of(a.dtype)
     return lax.dot_general(
         a, b, (((contract[0],), (contract[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
@@ -195,7 +195,9 @@ def decode(
     compute = compute_dtype(kv.dtype)
     scales = "none" if kv_scales is None else "token" if kv_scales.ndim > 1 else "tensor"
     spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
-    config = config or tuned("paged_decode", "triton", chip, attention_key(spec), heuristic(width, str(compute), chip))
+    default = heuristic(width, str(compute), chip)
+    measured = tuned("paged_decode", "triton", chip, attention_key(spec), default)
+    config = config or (measured if measured in candidates(spec, chip) else default)
     splits = num_splits or default_splits(rows * kv_heads, block_tables.shape[1] * block_size, chip.cores)
     padded = max(16, 1 << (group - 1).bit_length())
     q = pad_axis(q.astype(compute), 2, width).reshape(rows, kv_heads, group, width)

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import MASKED, PoolShape, ceil_div, flat_blocks, pad_axis, scores, take, take_blocks
+from pallas_kernels.common.layout import MASKED, PoolShape, ceil_div, einsum_f32, flat_blocks, pad_axis, scores, take, take_blocks
 from pallas_kernels.common.online import State, empty_state, finish
 from pallas_kernels.common.quantized import block_scales, compute_dtype
 from pallas_kernels.common.spec import AttentionSpec
-from pallas_kernels.common.targets import Chip, cpu_cache
+from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tuning import attention_key, tuned
 
 STEP_BYTES = 4 << 20  # K and V in a short iteration, at most, in the dtype of the products
@@ -44,8 +44,8 @@ def default_config(spec: AttentionSpec, chip: Chip | None) -> Config:
     """On a CPU a long iteration takes at most a quarter of the largest cache, where its copies must be when they are read."""
     rows = max(2, spec.rows)
     pairs = pairs_per_step(rows, spec.blocks, spec.pool, spec.dtype)
-    cache = None if chip is not None else cpu_cache()
-    most = min(LONG_BYTES, LONG_BYTES if cache is None else cache // 4) // (pairs * block_bytes(spec.pool, spec.dtype))
+    cache = chip.fast_memory if chip is not None and chip.platform == "cpu" else 0
+    most = min(LONG_BYTES, cache // 4 or LONG_BYTES) // (pairs * block_bytes(spec.pool, spec.dtype))
     return Config(pairs, max(1, min(4, spec.rows, most, rows * spec.blocks // (2 * pairs))))
 
 
@@ -126,7 +126,7 @@ def attend_pairs(
         at, seen, row, base = lax.optimization_barrier((2 * (layer * blocks + block), seen, row, base))
         k, v = (take_blocks(flat, x).astype(q.dtype) for x in (at, at + 1))
         v = jnp.where(seen[:, None, :, None], v, 0)  # 0 * NaN is NaN
-        s = jnp.einsum("wkgd,wkpd->wkgp", take(q, row), k, preferred_element_type=jnp.float32)
+        s = einsum_f32("wkgd,wkpd->wkgp", take(q, row), k)
         v_scale = None
         if kv_scales is not None:
             k_scale, v_scale = (x[:, :, None] for x in block_scales(kv_scales, at, kv_heads, block_size))
@@ -138,7 +138,7 @@ def attend_pairs(
         new_top = jnp.maximum(top, jnp.where(mine[..., None, None], s.max(-1), MASKED).max(1))
         p = jnp.exp(s - take(new_top, row - base)[..., None])
         weights = p if v_scale is None else p * jnp.where(seen[:, None, None], v_scale, 0)
-        part = jnp.einsum("wkgp,wkpd->wkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        part = einsum_f32("wkgp,wkpd->wkgd", weights.astype(v.dtype), v)
         keep = jnp.exp(top - new_top)
         total = total * keep + fold(mine, p.sum(-1))
         acc = acc * keep[..., None] + fold(mine, part)

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.common.dispatch import Backend, Op, kernel, run
-from pallas_kernels.common.layout import check, pad_axis
+from pallas_kernels.common.layout import check, pad_axis, result_dtype
 from pallas_kernels.common.sharding import Split, over, split_of
 from pallas_kernels.common.tuning import tuned
 from pallas_kernels.quant_matmul import xla
@@ -93,14 +93,13 @@ def checked(x: jax.Array, weight: Weight, int8_activations: bool, out_dtype: str
         not int8_activations or x.shape[1] <= MOST_INPUTS,
         f"x must have at most {MOST_INPUTS} inputs with int8_activations, whose sums are i32; got {x.shape[1]}",
     )
-    out = jnp.dtype(out_dtype or x.dtype)
-    check(out in DTYPES, f"out_dtype must be float32 or bfloat16; got {out}")
+    out = result_dtype(out_dtype, x.dtype)
     spec = MatmulSpec(
         x.shape[0],
         x.shape[1],
         values.shape[0],
         dtype=str(x.dtype),
-        out_dtype=str(out),
+        out_dtype=out,
         group=weight.group if isinstance(weight, Int4Weight) else 0,
         zeros=isinstance(weight, Int4Weight) and weight.zeros is not None,
         int8_activations=int8_activations,

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.common.compat import traced_for
+from pallas_kernels.common.layout import precision_of
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tuning import tuned
 from pallas_kernels.quant_matmul.spec import MatmulSpec, matmul_key
@@ -102,7 +103,7 @@ def body(x_ref, w_ref, scale_ref, *rest, config: Config, group: int, total):
             if group:
                 values = (packed >> 4 if half else (packed << 28) >> 28).astype(jnp.float32)
                 w = (values - line(zeros[0], half, i) if zeros else values) * line(scale_ref, half, i)
-            precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+            precision = precision_of(x.dtype)
             contract = ((1,), (1,)), ((), ())
             acc += lax.dot_general(x, w.astype(x.dtype), contract, precision=precision, preferred_element_type=total)
         return acc

@@ -83,6 +83,8 @@ def split_groups(x: jax.Array, weight: Int4Weight) -> jax.Array:
 
 def _floats(w: Any) -> tuple[Any, Any]:
     """The library that w is an array of, and w in f32."""
-    xp = w.__array_namespace__()
-    check(w.ndim == 2 and jnp.issubdtype(w.dtype, jnp.floating), f"w must be floats [out, in]; got {w.dtype}{list(w.shape)}")
+    w = w if isinstance(w, jax.Array) else np.asarray(w)
+    xp = jnp if isinstance(w, jax.Array) else np
+    fits = w.ndim == 2 and min(w.shape) >= 1 and jnp.issubdtype(w.dtype, jnp.floating)
+    check(fits, f"w must be floats [out, in], none of them 0; got {w.dtype}{list(w.shape)}")
     return xp, w.astype(xp.float32)

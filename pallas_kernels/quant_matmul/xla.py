@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.layout import pad_axis
-from pallas_kernels.common.targets import KIB, Chip
+from pallas_kernels.common.layout import einsum_f32, pad_axis
+from pallas_kernels.common.targets import KIB, Chip, is_cpu
 from pallas_kernels.quant_matmul.spec import MatmulSpec
 from pallas_kernels.quant_matmul.weights import Int4Weight, Int8Weight, Weight, quantize_rows, split_groups
 
@@ -24,7 +24,7 @@ DEFAULT = Config(1024)  # half of a core's second cache
 
 def candidates(spec: MatmulSpec, chip: Chip | None) -> list[Config]:
     """As of the table of backends: there are blocks on CPU alone, and not where int8 is multiplied as it is."""
-    if chip is not None or spec.int8_activations:
+    if not is_cpu(chip) or spec.int8_activations:
         return []
     return [DEFAULT, *map(Config, (256, 512, 2048, 4096))]
 
@@ -33,9 +33,9 @@ def matmul(x: jax.Array, weight: Weight, *, int8_activations: bool, out_dtype: s
     """out_dtype[T, out]; as in the op."""
     if int8_activations and isinstance(weight, Int8Weight):
         return int8_product(x, weight).astype(out_dtype)
-    wide = jnp.float32 if chip is None else x.dtype  # f32 products are twice as fast as bf16 ones on CPU
+    wide = jnp.float32 if is_cpu(chip) else x.dtype  # f32 products are twice as fast as bf16 ones on CPU
     wanted, x = x.shape[0], x.astype(wide)
-    outputs, size = weight.values.shape[0], None if chip is not None else config.kib * KIB
+    outputs, size = weight.values.shape[0], config.kib * KIB if is_cpu(chip) else None
     if isinstance(weight, Int8Weight):
         y = by_blocks(x, outputs, lambda cut: cut(weight.values).astype(wide), size).T * weight.scales
     else:
@@ -66,7 +66,7 @@ def expand_int4(weight: Int4Weight, cut: Callable[..., jax.Array]) -> jax.Array:
 def by_blocks(x: jax.Array, outputs: int, expand: Callable[..., jax.Array], most: int | None) -> jax.Array:
     """f32[out, T]: weights [out, in] times x [T, in], in blocks of outputs of at most so many bytes (None: all at once).
     expand(cut) are the weights of those outputs that cut(array, axis=0) leaves of an array."""
-    product = lambda cut: jnp.einsum("oi,ti->ot", expand(cut), x, preferred_element_type=jnp.float32)
+    product = lambda cut: einsum_f32("oi,ti->ot", expand(cut), x)
     size = outputs if most is None else max(16, most // (4 * x.shape[1]) // 16 * 16)
     if outputs <= size:
         return product(lambda array, axis=0: array)

@@ -1,6 +1,7 @@
 """What the tables of backends say is what the ops do."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from pallas_kernels.common import targets
 from pallas_kernels.common.dispatch import PLATFORMS, Backend, Op, choose, run
 from pallas_kernels.common.layout import PoolShape
 from pallas_kernels.common.spec import WriteSpec
-from pallas_kernels.common.targets import CHIPS, CPUS, chip, chip_for, chip_of_kind, cpu_cache, cpu_name
+from pallas_kernels.common.targets import CHIPS, CPUS, chip, chip_for, chip_of_kind, cpu
 from pallas_kernels.kv_write import OP as KV_WRITE
+from pallas_kernels.workload import Attention
+from pallas_kernels.workload_matmul import Grouped, Quantized
 
 
 @pytest.mark.parametrize(
@@ -83,30 +86,63 @@ def test_what_run_refuses(args: dict, match: str):
         call(**args)
 
 
+LOADS = (
+    Attention(2, 40, kv_heads=1, dtype="float32"),
+    Attention(2, 40, kv_heads=1, dtype="float32", new=9),
+    Quantized(3, 1024, 2048, "float32"),
+    Grouped(80, 64, 1024, "float32", 8),
+)
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.op)
+@pytest.mark.parametrize("backend", [None, "xla"])
+def test_xla_is_for_the_platform_that_a_program_is_lowered_for(load, backend: str | None):
+    """Products of f32 are f32 on every one, and blocks that fit a CPU's caches are for CPUs alone."""
+    traced = jax.jit(load.function(backend)).trace(*load.shapes())
+    for platform in ("rocm", *(["cpu", "tpu", "cuda"] if backend else [])):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        assert products and all("HIGHEST" in line for line in products)
+        if load.op == "quant_matmul":
+            assert ("stablehlo.while" in text) == (platform == "cpu")
+
+
 def test_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """By the widest instructions, and the largest cache, that Linux tells of."""
-    assert cpu_name() in ("cpu", *(f"cpu {name}" for name in CPUS))
-    info = tmp_path / "cpuinfo"
+    assert cpu().name in ("cpu", *(f"cpu {name}" for name in CPUS)) and chip_for("cpu") is cpu()
+    info, caches = tmp_path / "cpuinfo", tmp_path / "cache"
     monkeypatch.setattr(targets, "CPU_INFO", info)
-    assert cpu_name.__wrapped__() == "cpu"
+    monkeypatch.setattr(targets, "CPU_CACHES", caches)
+    told = lambda: (cpu.__wrapped__().name, cpu.__wrapped__().fast_memory)
+    assert told() == ("cpu", 0)
     info.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\n\nprocessor\t: 1\nflags\t\t: fpu avx2 avx512f\n")
-    assert cpu_name.__wrapped__() == "cpu avx512f"
-    info.write_text("processor\t: 0\nFeatures\t: fp sve\n")
-    assert cpu_name.__wrapped__() == "cpu"
-    monkeypatch.setattr(targets, "CPU_CACHES", tmp_path)
-    assert cpu_cache() is None
     for number, size in enumerate(("48K\n", "32768K\n", "1024K\n")):
-        (tmp_path / f"index{number}").mkdir()
-        (tmp_path / f"index{number}" / "size").write_text(size)
-    assert cpu_cache() == 32 << 20
+        (caches / f"index{number}").mkdir(parents=True)
+        (caches / f"index{number}" / "size").write_text(size)
+    assert told() == ("cpu avx512f", 32 << 20)
+    info.write_text("processor\t: 0\nFeatures\t: fp sve\n")
+    assert told() == ("cpu", 32 << 20)
 
 
-def test_chips():
-    assert chip_for("cpu") is None and chip_for("rocm") is None
+def test_chips(monkeypatch: pytest.MonkeyPatch):
+    assert chip_for("rocm") is None
     assert chip_for("tpu") == chip("v5e") and chip_for("cuda") == chip("sm_90a")
     device = AbstractDevice(device_kind="TPU v6e", num_cores=1, platform="tpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         assert chip_for("tpu") == chip("v6e")
+    for kind, capability, wanted in (
+        ("NVIDIA L4", "8.9", chip("sm_80")),
+        ("NVIDIA H20", "9.0", chip("sm_90a")),
+        ("TPU v99", None, None),
+    ):
+        own = SimpleNamespace(device_kind=kind, compute_capability=capability)
+        platform = "cuda" if capability else "tpu"
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: "gpu" if platform == "cuda" else platform)
+        monkeypatch.setattr(jax, "devices", lambda own=own: [own])
+        assert chip_for(platform) == wanted
+        mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, "gpu" if capability else "tpu"))
+        with use_abstract_mesh(mesh):
+            assert chip_for(platform) == wanted, "under a mesh, whose devices do not tell it, as without one"
     assert all(chip_of_kind(kind) == c for c in CHIPS for kind in c.kinds)
     assert chip_of_kind("NVIDIA L4", "8.9") == chip("sm_80") and chip_of_kind("NVIDIA T4", "7.5") is None
     assert chip_of_kind("NVIDIA H800", "9.0") == chip("sm_90a") and chip_of_kind("NVIDIA RTX 6000", "12.0") is None

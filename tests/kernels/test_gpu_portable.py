@@ -30,6 +30,7 @@ from pallas_kernels.paged_decode import cases as decode_cases
 from pallas_kernels.paged_decode import mosaic_gpu_sm80 as decode_warps
 from pallas_kernels.paged_decode import reference as decode_reference
 from pallas_kernels.paged_decode import triton as decode_triton
+from tests.kernels.gpu_interpreter import RACE, UNSEEN
 
 FAST = {"xla_backend_optimization_level": "0"}  # half of the compile time; the work is small
 
@@ -155,7 +156,7 @@ def test_attention(name):
 def test_a_race_would_be_seen(monkeypatch):
     """The control of the kernels of warps: without the wait for a copy they read what may not be there."""
     monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: None)
-    with pytest.raises(Exception, match="[Rr]ace"):
+    with pytest.raises(Exception, match=f"{RACE}|{UNSEEN}"):
         check_decode(WARPS, D("race", (40,), **BF16), 1, WARPS.decode_config)
 
 

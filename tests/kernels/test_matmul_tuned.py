@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import OPS
 from pallas_kernels.common import tuning
-from pallas_kernels.common.targets import CHIPS, Chip, chip, cpu_name
+from pallas_kernels.common.targets import CHIPS, Chip, chip, cpu
 from pallas_kernels.grouped_matmul import mosaic_gpu as grouped_gpu
 from pallas_kernels.grouped_matmul import mosaic_tpu as grouped_tpu
 from pallas_kernels.grouped_matmul import triton as grouped_triton
@@ -54,7 +54,7 @@ def test_the_ops_take_what_is_in_their_file(load, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tuning, "ROOT", tmp_path)
     backend = next(op for op in OPS if op.name == load.op).backends[-1]
     programs = []
-    for config in backend.candidates(load.spec, None)[:2]:
-        save(tmp_path, load.op, "xla", cpu_name(), load.key, config)
+    for config in backend.candidates(load.spec, cpu())[:2]:
+        save(tmp_path, load.op, "xla", cpu().name, load.key, config)
         programs.append(jax.jit(load.function("xla")).lower(*load.shapes()).as_text())
     assert programs[0] != programs[1]

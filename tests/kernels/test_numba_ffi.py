@@ -194,6 +194,17 @@ def test_numbers_below_the_normal_ones_are_not_taken_for_0(dtype: str, least: fl
     np.testing.assert_allclose(out, 3 * least, rtol=1e-6)
 
 
+def test_with_64_bit_numbers_enabled_it_is_the_same():
+    """Where JAX's own arrays are float64 unless told otherwise."""
+    q, kv = np.ones((1, 2, 8), np.float32), np.random.default_rng(0).standard_normal((1, 2, 2, 1, 4, 8)).astype(np.float32)
+    call = lambda: np.asarray(
+        paged_decode(q, kv, 0, np.array([[1]], np.int32), np.array([3], np.int32), scale=1.0, backend="numba_cpu")
+    )
+    want = call()
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(call(), want)
+
+
 def test_other_dtypes_are_refused():
     assert numba_cpu.supports(dataclasses.replace(TYPICAL_DECODE, dtype="float8_e5m2"), None) == (
         "takes pools of float32, bfloat16, float16, int8, float8_e4m3fn; got float8_e5m2"

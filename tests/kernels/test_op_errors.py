@@ -48,7 +48,10 @@ NEW = jnp.zeros((3, 2, 8))
             ({"window": window}, f"window must be an integer from 1 to 2147483647, or None; got {window}")
             for window in (0, 2.5, 1 << 31)
         ),
-        ({"soft_cap": 0.0}, "soft_cap must be positive; got 0.0"),
+        *(
+            ({"soft_cap": cap}, f"soft_cap must be positive and finite, or None; got {cap}")
+            for cap in (0.0, float("inf"), float("nan"))
+        ),
         ({"sinks": jnp.zeros(3)}, r"sinks must be \[4\]; got \(3,\)"),
         ({"sinks": jnp.zeros(4, jnp.complex64)}, "sinks must hold floats; got complex64"),
         ({"backend": "none"}, "backend of paged_decode must be mosaic_tpu or .* or xla; got none"),
@@ -93,7 +96,7 @@ def test_every_array_may_be_numpys_or_a_list(backend):
         ({"k": NEW.astype(jnp.complex64)}, "k must hold floats; got complex64"),
         ({"layer": np.int64(7)}, "layer must be 0 to 1; got 7"),
         ({"slots": LENS[:2]}, r"slots must be i32\[3\]; got int32\[2\]"),
-        ({"num_rows": 0}, "num_rows must be at least 1; got 0"),
+        *(({"num_rows": rows}, f"num_rows must be an integer, at least 1; got {rows}") for rows in (0, 2.5)),
         ({"backend": "none"}, "backend of kv_write must be mosaic_tpu or .* or xla_tokens; got none"),
     ],
 )

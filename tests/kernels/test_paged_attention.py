@@ -82,3 +82,44 @@ def test_rows_that_begin_with_the_same_blocks(name, options):
     case = Case(name, ROWS, 400, num_decode=3, width=16, **options)
     out, want, context = run(case, SHARED[name], "numba_cpu")
     np.testing.assert_allclose(np.asarray(out), want, rtol=0, atol=tolerance(context))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("context_lens", (1 << 30, 20)),
+        ("context_lens", (-(1 << 31), 20)),
+        ("block_tables", ((1 << 24, -7), (1, -(1 << 31)))),
+        ("layer", 1 << 20),
+        ("layer", -9),
+        ("query_start", (0, 3, 1 << 30)),
+        ("query_start", (-50, 1 << 20, 2)),
+        ("query_start", (2, 3, 4)),
+    ],
+    ids=str,
+)
+def test_on_cpu_no_number_leads_outside_of_the_arrays(name, values):
+    """A trace cannot check them. They count as the nearest that there is, blocks as the scrap block; tokens of no row give 0."""
+    context = make_context(np.random.default_rng(0), (8, 7), kv_heads=1, block_size=4, width=8)
+    kv = np.nan_to_num(context.kv)
+    lens, (layers, blocks) = np.array([8, 7]), kv.shape[:2]
+    right = {"layer": 1, "block_tables": context.block_tables, "context_lens": lens, "query_start": (0, 3, 5)}
+    wrong = np.asarray(values)
+    near = {
+        "layer": lambda: np.clip(wrong, 0, layers - 1),
+        "block_tables": lambda: np.where((wrong >= 0) & (wrong < blocks), wrong, 0),
+        "context_lens": lambda: np.clip(wrong, 0, 8),
+        "query_start": lambda: np.clip(wrong, 0, 5),
+    }[name]()
+    q = np.random.default_rng(1).standard_normal((5, 2, 8)).astype(np.float32)
+
+    @jax.jit
+    def call(*numbers):
+        layer, *rows = (jnp.asarray(x, jnp.int32) for x in numbers)
+        return paged_attention(q, kv, layer, *rows, jnp.zeros(1, jnp.int32), scale=1.0, backend="numba_cpu")
+
+    got, want = (np.asarray(call(*(right | {name: x}).values())) for x in (wrong, near))
+    np.testing.assert_array_equal(got, want)
+    starts = near if name == "query_start" else right["query_start"]
+    none = [t for t in range(5) if not any(starts[i] <= t < starts[i + 1] for i in (0, 1))]
+    assert np.isfinite(got).all() and not got[none].any()

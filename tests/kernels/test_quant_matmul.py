@@ -171,10 +171,16 @@ def test_as_many_inputs_as_there_may_be_do_not_overflow():
     ("w", "options", "match"),
     [
         (jnp.ones((4, 64)), {"group": 16}, "group must be 32, 64 or 128; got 16"),
-        (jnp.ones((4, 64), jnp.int8), {}, r"w must be floats \[out, in\]; got int8\[4, 64\]"),
-        (jnp.ones(4), {}, r"w must be floats \[out, in\]; got float32\[4\]"),
+        (jnp.ones((4, 64), jnp.int8), {}, r"w must be floats \[out, in\], none of them 0; got int8\[4, 64\]"),
+        (jnp.ones(4), {}, r"w must be floats \[out, in\], none of them 0; got float32\[4\]"),
+        (np.ones((4, 0), np.float32), {}, r"w must be floats \[out, in\], none of them 0; got float32\[4, 0\]"),
     ],
 )
 def test_what_the_quantizers_refuse(w, options, match):
     with pytest.raises(ValueError, match=match):
         quantize_int4(w, **options)
+
+
+def test_quantizers_take_lists():
+    weight = quantize_int8([[1.0, -2.0], [0.0, 0.5]])  # pyright: ignore[reportArgumentType]
+    assert weight.values.tolist() == [[64, -127], [0, 127]]

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import OPS, tune
 from pallas_kernels.common import tuning
 from pallas_kernels.common.dispatch import Backend
-from pallas_kernels.common.targets import chip_for, cpu_name
+from pallas_kernels.common.targets import chip_for, cpu
 from pallas_kernels.common.tuning import complaints, load, look_up
 from pallas_kernels.measure import with_donation
 from pallas_kernels.paged_decode import xla
@@ -25,7 +25,7 @@ SMALL = "rows=3,context=40,kv_heads=1,group=2,width=8,block_size=16,dtype=float3
 
 def test_what_it_writes_is_what_the_op_looks_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     out, spec = tmp_path / "tuned.json", load_of("paged_decode", SMALL).spec
-    few = xla.candidates(spec, None)[:3]
+    few = xla.candidates(spec, cpu())[:3]
     monkeypatch.setattr(
         tune, "OPS", (dataclasses.replace(tune.OPS[0], backends=(Backend("xla", (), "", candidates=lambda *_: few),)),)
     )
@@ -37,11 +37,11 @@ def test_what_it_writes_is_what_the_op_looks_up(tmp_path: Path, monkeypatch: pyt
     assert "3.00 times as fast as by rule" in capsys.readouterr().out
     assert len(set(compiled)) == 3  # every candidate is another program
     (entry,) = json.loads(out.read_text())
-    assert complaints(entry) == [] and entry["chip"] == cpu_name() and entry["provenance"]["jax"] == jax.__version__
+    assert complaints(entry) == [] and entry["chip"] == cpu().name and entry["provenance"]["jax"] == jax.__version__
     assert entry["provenance"]["command"] == f"python -m pallas_kernels.tune paged_decode --load {SMALL} --out {out}"
     key = load_of("paged_decode", SMALL).key
-    assert look_up(load(out), "xla", cpu_name(), key, xla.default_config(spec, None)) == few[1] != few[0]
-    assert look_up([], "xla", cpu_name(), key, xla.default_config(spec, None)) == few[0]
+    assert look_up(load(out), "xla", cpu().name, key, xla.default_config(spec, cpu())) == few[1] != few[0]
+    assert look_up([], "xla", cpu().name, key, xla.default_config(spec, cpu())) == few[0]
 
 
 def test_it_measures(tmp_path: Path):
@@ -219,7 +219,7 @@ def test_the_op_takes_what_is_in_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tuning, "ROOT", tmp_path)
     programs = []
     for config in (xla.Config(1, 1), xla.Config(4, 2)):
-        entry = entry_of(call, OPS[0].backends[-1], None, Trial(config, 1.0), "a machine", "a command")
+        entry = entry_of(call, OPS[0].backends[-1], cpu(), Trial(config, 1.0), "a machine", "a command")
         tuning.save(tmp_path / "paged_decode" / "tuned.json", [entry])
         programs.append(jax.jit(call.function("xla")).lower(*call.shapes()).as_text())
     assert programs[0] != programs[1]
