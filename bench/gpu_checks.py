@@ -36,12 +36,16 @@ LOADS: tuple[Load, ...] = (
     *(dataclasses.replace(SMALL, block_size=size) for size in (16, 32, 128, 256)),
     *(dataclasses.replace(SMALL, dtype="int8", scales=scales) for scales in ("tensor", "token")),
     *(dataclasses.replace(SMALL, dtype="float8_e4m3fn", scales=scales) for scales in ("none", "tensor", "token")),
+    *(dataclasses.replace(SMALL, dtype=dtype) for dtype in ("float16", "float32")),
     dataclasses.replace(SMALL, window=100),
+    dataclasses.replace(SMALL, window=100, soft_cap=2.0, sinks=True),
     dataclasses.replace(SMALL, new=70),
+    dataclasses.replace(SMALL, new=70, soft_cap=2.0, sinks=True),
     dataclasses.replace(SMALL, new=70, dtype="int8", scales="token"),
     dataclasses.replace(SMALL, new=70, window=100),
     WRITES,
-    dataclasses.replace(WRITES, dtype="int8", scales="token"),
+    *(dataclasses.replace(WRITES, dtype=dtype, scales="token") for dtype in ("int8", "float8_e4m3fn")),
+    dataclasses.replace(WRITES, dtype="int8", scales="tensor"),
     *(Quantized(tokens, 2048, 1024, group=group, zeros=group == 64) for tokens in (1, 17, 300) for group in (0, 32, 64, 128)),
     Quantized(17, 2048, 1024, int8_activations=True),
     *(Grouped(tokens, 512, 768, experts=16) for tokens in (1, 40, 1000)),
@@ -57,8 +61,8 @@ BOUND = 2.0**-7  # of the largest value, as in common/testing.py
 
 
 def compare(load: Load, platform: str, chip: Any) -> list[dict[str, Any]]:
-    """Each backend that takes the call against the last, which is portable: the largest difference over the largest value, and
-    whether twice the same call gives the same bits."""
+    """Each backend that takes the call against the last, which is portable: the largest difference over the largest value, of all
+    its results (a pool's scales, and logarithms of denominators, too), and whether twice the same call gives the same bits."""
     op = next(op for op in OPS if op.name == load.op)
     found, truth = [], None
     for backend in reversed(op.backends):
@@ -67,22 +71,21 @@ def compare(load: Load, platform: str, chip: Any) -> list[dict[str, Any]]:
         line: dict[str, Any] = {"op": op.name, "case": load.name, "by": backend.name}
         try:
             f = jax.jit(load.function(backend.name))
-            out, again = (first(f(*load.arguments()), load) for _ in range(2))
+            out, again = (results(f(*load.arguments()), load) for _ in range(2))
         except Exception as problem:  # the others are still to be checked
             found.append(line | {"ok": False, "why": f"{type(problem).__name__}: {problem}"[:300]})
             continue
         truth = out if truth is None else truth
-        error = float(np.abs(out - truth).max() / max(1e-6, float(np.abs(truth).max())))
-        found.append(
-            line | {"error": error, "same_bits": bool((out == again).all()), "ok": bool(error <= BOUND and (out == again).all())}
-        )
+        errors = [np.abs(x - y).max() / max(1e-6, float(np.abs(y).max())) for x, y in zip(out, truth, strict=True)]
+        error = float(np.max(errors))  # NaN if one is
+        same = all((x == y).all() for x, y in zip(out, again, strict=True))
+        found.append(line | {"error": error, "same_bits": same, "ok": error <= BOUND and same})
     return found
 
 
-def first(out: Any, load: Load) -> np.ndarray:
-    """The result as float32; of a pool without the scrap block."""
-    x = jax.tree.leaves(out)[0]
-    return np.asarray((x[:, 1:] if load.donate else x).astype(jnp.float32))
+def results(out: Any, load: Load) -> list[np.ndarray]:
+    """As float32; of a pool, and of its scales, without the scrap block."""
+    return [np.asarray((x[:, 1:] if load.donate else x).astype(jnp.float32)) for x in jax.tree.leaves(out)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -83,7 +83,8 @@ def product_loads(op: str, platform: str) -> list[Load]:
 def load_of(op: str, text: str) -> Load:
     """ "rows=64,context=8192,dtype=int8" as a call of the op; ValueError for what is none."""
     kind = KINDS.get(op, Attention)
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.name != "ragged"}  # which the op says
+    # `ragged` is what the op says; sizes do not depend on the last two.
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in ("ragged", "soft_cap", "sinks")}
     values: dict[str, Any] = {"ragged": True} if op == "paged_attention" else {}
     for part in text.split(","):
         name, _, value = part.partition("=")

@@ -147,6 +147,8 @@ class Attention(Rows):
     """Of paged_decode, and of paged_attention where rows have more than one new token (or `ragged` says so)."""
 
     ragged: bool = False
+    soft_cap: float | None = None
+    sinks: bool = False  # from -1 to 1
 
     donate = ()
 
@@ -157,9 +159,13 @@ class Attention(Rows):
     @property
     def spec(self) -> AttentionSpec:
         heads = self.kv_heads * self.group
-        return AttentionSpec(
-            self.tokens, self.rows, self.blocks, heads, self.width, self.pool, self.dtype, window=self.window, scales=self.scales
-        )
+        sizes = self.tokens, self.rows, self.blocks, heads, self.width, self.pool, self.dtype
+        return AttentionSpec(*sizes, self.window, self.soft_cap, self.sinks, self.scales)
+
+    @property
+    def name(self) -> str:
+        cap = "" if self.soft_cap is None else f" soft cap {self.soft_cap}"
+        return super().name + cap + (" sinks" if self.sinks else "")
 
     @property
     def key(self) -> Key:
@@ -188,13 +194,17 @@ class Attention(Rows):
 
     def function(self, backend: str | None) -> Callable[..., Any]:
         scaled = self.scales != "none"
-        options: dict[str, Any] = {"scale": self.width**-0.5, "window": self.window, "backend": backend}
+        options: dict[str, Any] = {"scale": self.width**-0.5, "window": self.window, "soft_cap": self.soft_cap, "backend": backend}
+
+        def more(rest):
+            sinks = jnp.linspace(-1, 1, self.kv_heads * self.group, dtype=jnp.float32) if self.sinks else None
+            return options | {"sinks": sinks, "kv_scales": rest[-1] if scaled else None}
 
         def decode(kv, q, tables, lens, *rest):
-            return paged_decode(q, kv, 0, tables, lens, kv_scales=rest[-1] if scaled else None, return_lse=True, **options)
+            return paged_decode(q, kv, 0, tables, lens, return_lse=True, **more(rest))
 
         def attend(kv, q, tables, lens, starts, num_decode, *rest):
-            return paged_attention(q, kv, 0, tables, lens, starts, num_decode, kv_scales=rest[-1] if scaled else None, **options)
+            return paged_attention(q, kv, 0, tables, lens, starts, num_decode, **more(rest))
 
         return attend if self.op == "paged_attention" else decode
 

@@ -164,7 +164,13 @@ def test_wrong_kernels_are_found_on_the_device(tmp_path: Path, monkeypatch: pyte
     op = dataclasses.replace(OPS[0], backends=(Backend("off", (), ""), OPS[0].backends[-1]))
     monkeypatch.setattr(gpu_checks, "OPS", (op,))
     function = Attention.function
-    off = lambda self, backend: lambda *args: [x * 1.1 for x in function(self, "xla")(*args)]
-    monkeypatch.setattr(Attention, "function", lambda self, backend: (off if backend == "off" else function)(self, backend))
-    right, wrong = gpu_checks.compare(CASE, "cpu", None)
-    assert right["ok"] and not wrong["ok"] and wrong["error"] == pytest.approx(0.1, rel=0.01)
+    for factors, error in (((1.1, 1), 0.1), ((1, 1.2), 0.2), ((1, np.nan), np.nan)):  # of the result, and of the second one
+
+        def off(self, backend, factors=factors):
+            return lambda *args: [x * factor for x, factor in zip(function(self, "xla")(*args), factors, strict=True)]
+
+        monkeypatch.setattr(
+            Attention, "function", lambda self, backend, off=off: (off if backend == "off" else function)(self, backend)
+        )
+        right, wrong = gpu_checks.compare(CASE, "cpu", None)
+        assert right["ok"] and not wrong["ok"] and wrong["error"] == pytest.approx(error, rel=0.01, nan_ok=True)
