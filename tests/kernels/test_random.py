@@ -35,8 +35,9 @@ WHERE = {  # the chip, and how the kernel is interpreted there
     "triton": ("sm_80", True),
 }
 CALLS = int(os.environ.get("RANDOM_CALLS", "4"))
+OFTEN = {"xla": CALLS, "numba_cpu": 2}  # of the calls, in all runs; the rest of them is for make kernels
 CALLS_OF = [
-    pytest.param(op, backend.name, seed, marks=[] if backend.name == "xla" else [pytest.mark.kernels_full])
+    pytest.param(op, backend.name, seed, marks=[pytest.mark.kernels_full][: seed >= OFTEN.get(backend.name, 0)])
     for op in (DECODE, ATTENTION)
     for backend in op.backends
     for seed in range(CALLS)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels as ops
 from pallas_kernels.aot.targets import devices_for, missing
 from pallas_kernels.common.spec import TYPICAL_ATTENTION, TYPICAL_DECODE
-from pallas_kernels.common.targets import CHIPS, chip
+from pallas_kernels.common.targets import CHIPS, MIB, chip
 from pallas_kernels.kv_write import mosaic_tpu as kv_write
 from pallas_kernels.paged_attention import mosaic_tpu as paged_attention
 from pallas_kernels.paged_decode import mosaic_tpu as paged_decode
@@ -103,7 +103,7 @@ def test_kv_write_is_in_place(name, dtype, tokens, width):
     arrays = pool, new, new, ("int32",), ("int32", tokens), *kv_scales
     memory = compiled(name, write, *arrays, donate=(0, *([5] if kv_scales else []))).memory_analysis()
     assert memory.alias_size_in_bytes == size(*pool) + sum(size(*x) for x in kv_scales)
-    assert memory.temp_size_in_bytes <= 8 * size(*new)
+    assert memory.temp_size_in_bytes <= (0 if chip(name).fast_memory == 128 * MIB else 8 * size(*new)), "0 where VMEM has room"
 
 
 def test_kv_write_alone_takes_no_memory(name):
