@@ -76,16 +76,31 @@ def compare(load: Load, platform: str, chip: Any) -> list[dict[str, Any]]:
             found.append(line | {"ok": False, "why": f"{type(problem).__name__}: {problem}"[:300]})
             continue
         truth = out if truth is None else truth
-        errors = [np.abs(x - y).max() / max(1e-6, float(np.abs(y).max())) for x, y in zip(out, truth, strict=True)]
-        error = float(np.max(errors))  # NaN if one is
+        error = float(np.max([error_of(x, y) for x, y in zip(out, truth, strict=True)]))  # NaN if one is
         same = all((x == y).all() for x, y in zip(out, again, strict=True))
         found.append(line | {"error": error, "same_bits": same, "ok": error <= BOUND and same})
     return found
 
 
 def results(out: Any, load: Load) -> list[np.ndarray]:
-    """As float32; of a pool, and of its scales, without the scrap block."""
-    return [np.asarray((x[:, 1:] if load.donate else x).astype(jnp.float32)) for x in jax.tree.leaves(out)]
+    """As float32; of a pool, and of its scales, without the scrap block. What has 8 bits is i32, numbered in order."""
+    leaves = [x[:, 1:] if load.donate else x for x in jax.tree.leaves(out)]
+    return [np.asarray(numbered(x) if x.dtype.itemsize == 1 else x.astype(jnp.float32)) for x in leaves]
+
+
+def numbered(x: jax.Array) -> jax.Array:
+    """Neighbouring int8 or e4m3 numbers differ by 1."""
+    bits = x.view(jnp.int8).astype(jnp.int32)
+    return bits if x.dtype == jnp.int8 else jnp.where(bits < 0, -(bits & 127), bits)
+
+
+def error_of(x: np.ndarray, truth: np.ndarray) -> float:
+    """Over the largest value. Numbers of 8 bits may be rounded to either neighbour: the share of those that are, or infinity where
+    one is further off."""
+    apart = np.abs(x - truth)
+    if x.dtype == np.int32:
+        return float((apart > 0).mean()) if apart.max() <= 1 else np.inf
+    return float(apart.max() / max(1e-6, float(np.abs(truth).max())))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from bench.rivals import RIVALS, wait
 from pallas_kernels import OPS
 from pallas_kernels.common.dispatch import choose
 from pallas_kernels.common.layout import check
-from pallas_kernels.common.targets import Chip, chip_for, cpu, platform_of
+from pallas_kernels.common.targets import Chip, chip_for, name_of, platform_of
 from pallas_kernels.common.tuning import check_file
 from pallas_kernels.measure import above_zero, seconds_of, with_donation
 from pallas_kernels.workload import Attention, Load, Write, fill
@@ -162,11 +161,10 @@ def device_at_hand(quick: bool) -> Device:
     """With its ceilings, measured."""
     device = jax.devices()[0]
     platform = platform_of(device)
-    name = f"{cpu().name}, {os.cpu_count()} cores" if platform == "cpu" else device.device_kind
     small, budget = platform == "cpu", 0.05 if quick else 1.0
     read = read_bandwidth(platform, 32 << 20 if quick else 512 << 20 if small else 4 << 30, budget)
     matrix = matrix_rate(platform, 256 if quick else 2048 if small else 8192, budget)
-    return Device(name, platform, chip_for(platform), read, matrix)
+    return Device(name_of(device), platform, chip_for(platform), read, matrix)
 
 
 def measured(load: Load, by: str, chosen: bool, seconds: float, error: float | None) -> Row:

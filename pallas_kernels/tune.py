@@ -11,7 +11,6 @@ code is 1, and nothing is written, where nothing could be measured.
 import argparse
 import dataclasses
 import math
-import os
 import re
 import shlex
 import sys
@@ -28,7 +27,7 @@ from pallas_kernels.common.dispatch import Backend
 from pallas_kernels.common.layout import POOL_DTYPES, check
 from pallas_kernels.common.quantized import is_quantized
 from pallas_kernels.common.spec import Scales
-from pallas_kernels.common.targets import Chip, chip_for, cpu, platform_of
+from pallas_kernels.common.targets import Chip, chip_for, name_of, platform_of
 from pallas_kernels.common.tuning import ROOT, Entry, check_file, chip_name, save, trying
 from pallas_kernels.measure import above_zero, seconds_of, with_donation
 from pallas_kernels.quant_matmul.weights import GROUPS
@@ -219,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = jax.devices()[0]
     platform = platform_of(device)
     chip = chip_for(platform)
-    name = device.device_kind if platform != "cpu" else f"{cpu().name}, {os.cpu_count()} cores"
+    name = name_of(device)
     command = shlex.join(["python", "-m", "pallas_kernels.tune", *(sys.argv[1:] if argv is None else argv)])
     entries = []
     for load in asked or default_loads(op.name, platform):

@@ -36,7 +36,7 @@ def abstract_state(mesh: Mesh, cfg: ModelConfig, num_blocks: int, kv_dtype: str)
 
 
 POOLS = "bfloat16", "int8", "float8_e4m3fn"
-# Half a minute each: the first is what CI runs.
+# Up to half a minute each: the first is what CI runs.
 STEPS = [(bucket, count, dtype) for bucket, count in ((Bucket(64, 64), 2), (Bucket(512, 64), 3)) for dtype in POOLS]
 
 

@@ -29,6 +29,7 @@ from jaxlib import xla_client
 import pallas_kernels
 from pallas_kernels.common.dispatch import Later
 from pallas_kernels.common.machine_code import targets_in
+from pallas_kernels.common.targets import cpu
 
 PACKAGE, KERNELS = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
 # All that the programs are made of: what device and models may import (tests/device/test_programs.py).
@@ -112,17 +113,17 @@ def describe(value: Any) -> str:
 def source_digest() -> str:
     found = hashlib.sha256()
     for place in SOURCES:
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for path in sorted([*place.rglob("*.py"), *place.rglob("*.json")]) if place.is_dir() else [place]:
             found.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
     return found.hexdigest()
 
 
 def surroundings(mesh: Mesh) -> str:
-    """What else decides: versions, JAX's settings, XLA's flags (they are in its options), and the processor's features."""
+    """What else decides: versions, JAX's settings, XLA's flags (they are in its options), the processor's features and cache."""
     numba = version("numba") if find_spec("numba") else ""
     versions = (platform.python_version(), jax.__version__, jaxlib_version.__version__, np.__version__, flax.__version__, numba)
     settings = {name: value for name, value in jax.config.values.items() if name != "jax_compilation_cache_dir"}
     client = mesh.devices.flat[0].client
     topology = xla_client.get_topology_for_devices(list(mesh.devices.flat)).serialize()
     flags = xla_client.CompileOptions().SerializeAsString()
-    return repr((versions, sorted(settings.items()), client.platform_version, topology, flags))
+    return repr((versions, sorted(settings.items()), client.platform_version, topology, flags, cpu()))

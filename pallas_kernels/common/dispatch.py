@@ -118,17 +118,12 @@ def run(
         only = op.backends[names.index(backend)]
         reason = only.refuses(spec, platform or (only.platforms or PLATFORMS)[0])
         check(reason is None, f"{op.name} cannot run as {backend}: it {reason}")
-        if platform is None and only.platforms:
-            (platform,) = only.platforms
-
-    def plan(platform: str) -> tuple[str, Chip | None]:
-        return (only or choose(op, spec, platform)).name, chip_for(platform)
 
     def call(name: str, chip: Chip | None) -> Callable[..., Any]:
         return lambda *args: functions[name](*args, chip=chip)
 
-    if platform is not None:
-        return call(*plan(platform))(*args)
-    plans = {p: plan(p) for p in PLATFORMS}
-    others = {p: call(*plans[p]) for p in PLATFORMS if plans[p] != plans["cpu"]}
-    return lax.platform_dependent(*args, default=call(*plans["cpu"]), **others)
+    places = (platform,) if platform is not None else (only.platforms if only is not None else ()) or PLATFORMS
+    plans = {p: ((only or choose(op, spec, p)).name, chip_for(p)) for p in places}
+    first = plans[places[0]]
+    others = {p: call(*plans[p]) for p in places if plans[p] != first}
+    return lax.platform_dependent(*args, default=call(*first), **others) if others else call(*first)(*args)

@@ -29,6 +29,7 @@ from pallas_kernels.common.spec import AttentionSpec, Scales
 from pallas_kernels.common.splits import LOG2E
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tpu_stream import CLOSES, OPENS, Config, JobReader, Jobs, Stream, scalars
+from pallas_kernels.common.tuning import attention_key, tuned
 
 LANES, SUBLANES = 128, 8  # of a vector register of 32-bit values
 # How many heads are computed side by side, so that one's arithmetic hides the other's latency: of tiles of few rows. Large ones
@@ -332,9 +333,15 @@ def refusal(spec: AttentionSpec, chip: Chip, *, jobs: int, config: Config, group
 
 
 def fits(spec: AttentionSpec, chip: Chip, config: Config, group: int) -> bool:
-    """Whether chunks are whole, there are two to fill in turns, and the kernel takes at most half of VMEM."""
-    whole = config.fetch % config.compute == 0 and config.buffers >= 2
-    return whole and vmem_of(spec, config, group) <= chip.fast_memory // 2
+    """Whether the kernel takes at most half of VMEM."""
+    return vmem_of(spec, config, group) <= chip.fast_memory // 2
+
+
+def measured(op: str, spec: AttentionSpec, chip: Chip, default: Config, tile: int, group: int) -> Config:
+    """What was tuned for such calls, if it is for tiles of a multiple of `tile` tokens, is whole, and fits, or else the default."""
+    config = tuned(op, "mosaic_tpu", chip, attention_key(spec), default)
+    whole = config.tokens % tile == 0 and config.fetch % config.compute == 0 and config.buffers >= 2
+    return config if whole and fits(spec, chip, config, group) else default
 
 
 def choices(spec: AttentionSpec, chip: Chip, default: Config, tiles: Sequence[int], group: int) -> list[Config]:

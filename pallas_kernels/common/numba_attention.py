@@ -265,7 +265,9 @@ def make_kernel(width: int, stored: int, block_size: int, dtype: str, by_token: 
                     break
                 size, tiles = rows_and_tiles(starts, tables, row, rows, group, window > 0, tokens)
             if row == rows:
-                first, after = start_of(starts, 0, tokens), start_of(starts, rows, tokens)
+                first, after = tokens, 0
+                for s in range(rows + 1):
+                    first, after = min(first, start_of(starts, s, tokens)), max(after, start_of(starts, s, tokens))
                 for t in range(tokens):
                     for h in range(0 if first <= t < after else heads):
                         lse[t, h] = -np.inf

@@ -55,8 +55,7 @@ def chip_of_kind(kind: str, compute_capability: str | None = None) -> Chip | Non
     named = next((c for c in CHIPS if kind in c.kinds), None)
     if named is not None or compute_capability is None:
         return named
-    major = int(compute_capability.split(".")[0])
-    return {8: chip("sm_80"), 9: chip("sm_90a"), 10: chip("sm_100")}.get(major)
+    return {"8": chip("sm_80"), "9": chip("sm_90a"), "10": chip("sm_100")}.get(compute_capability.split(".")[0])
 
 
 def chip_for(platform: str) -> Chip | None:
@@ -66,10 +65,9 @@ def chip_for(platform: str) -> Chip | None:
         return cpu()
     if platform not in DEFAULT:
         return None
-    named = platform, "gpu" if platform == "cuda" else platform
-    own = jax.devices()[0] if jax.default_backend() in named else None
-    meant = get_abstract_mesh().abstract_device  # it does not tell its compute capability
-    device = own if meant is None or meant.platform not in named else meant
+    first, meant = jax.devices()[0], get_abstract_mesh().abstract_device  # the latter does not tell its compute capability
+    own = first if platform_of(first) == platform else None
+    device = own if meant is None or meant.platform not in (platform, "gpu" if platform == "cuda" else platform) else meant
     if device is None:
         return chip(DEFAULT[platform])
     same = own is not None and own.device_kind == device.device_kind
@@ -80,15 +78,28 @@ def chip_for(platform: str) -> Chip | None:
 def cpu() -> Chip:
     """This machine's CPU, called by the widest instructions that XLA finds for products ("cpu avx512f"), as Linux tells them, and
     with its largest cache; "cpu", and 0, where nobody tells."""
-    has = CPU_INFO.read_text(encoding="utf-8").split() if CPU_INFO.exists() else []
+    has = told(CPU_INFO).split()
     name = " ".join(["cpu", *[name for name in CPUS if name in has][:1]])
-    sizes = [file.read_text(encoding="ascii").strip() for file in CPU_CACHES.glob("index*/size")]
+    sizes = [told(file).strip() for file in CPU_CACHES.glob("index*/size")]
     cache = max((int(size[:-1]) * KIB for size in sizes if size.endswith("K")), default=0)
     return Chip(name, "cpu", ("cpu",), os.cpu_count() or 1, cache, 0, 0, 0)
 
 
+def told(file: Path) -> str:
+    """What a file of the system says; nothing where it may not be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
 def is_cpu(chip: Chip | None) -> bool:
     return chip is not None and chip.platform == "cpu"
+
+
+def name_of(device: Any) -> str:
+    """What measurements call a device: "NVIDIA H200", "cpu avx512f, 2 cores"."""
+    return device.device_kind if device.platform != "cpu" else f"{cpu().name}, {cpu().cores} cores"
 
 
 def platform_of(device: Any) -> str:

@@ -12,12 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.layout import ceil_div, pad_axis, take
-from pallas_kernels.common.mosaic_tpu import Options, attend_jobs, choices, fits, refusal, round_up, sized, vmem_limit
+from pallas_kernels.common.mosaic_tpu import Options, attend_jobs, choices, fits, measured, refusal, round_up, sized, vmem_limit
 from pallas_kernels.common.spec import AttentionSpec, spec_of
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tpu_stream import CLOSES, OPENS, Config, Jobs
-from pallas_kernels.common.tuning import attention_key, tuned
 from pallas_kernels.paged_decode import mosaic_tpu as decode_kernel
 
 MIN_TOKENS = 16  # of a tile: a register of bfloat16
@@ -44,10 +43,7 @@ def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
 
 
 def config_of(spec: AttentionSpec, chip: Chip) -> Config:
-    """What was tuned for such calls, if this one fits into it."""
-    default = default_config(spec, chip)
-    config = tuned("paged_attention", "mosaic_tpu", chip, attention_key(spec), default)
-    return config if fits(spec, chip, config, spec.group) else default
+    return measured("paged_attention", spec, chip, default_config(spec, chip), MIN_TOKENS, spec.group)
 
 
 def most_jobs(tokens: int, rows: int, tile: int, cores: int) -> int:

@@ -53,6 +53,13 @@ def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
     return default + [c for c in found if c not in default]
 
 
+def config_of(spec: AttentionSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if it is one to try for this one, or else `heuristic`."""
+    rule, *others = candidates(spec, chip)
+    config = tuned("paged_attention", "triton", chip, attention_key(spec), rule)
+    return config if config in others else rule
+
+
 def body(q_ref, kv_ref, scales_ref, layer_ref, table_ref, tiles_ref, out_ref, lse_ref, *, rows, window, tile, **options):
     number, head = pl.program_id(0), pl.program_id(1)
     group, width = q_ref.shape[2:]
@@ -102,9 +109,7 @@ def attend(
     compute = compute_dtype(kv.dtype)
     kind = "none" if kv_scales is None else "token" if kv_scales.ndim > 1 else "tensor"
     spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, kind)
-    default = heuristic(group, width, str(compute), chip)
-    measured = tuned("paged_attention", "triton", chip, attention_key(spec), default)
-    config = config or (measured if measured in candidates(spec, chip) else default)
+    config = config or config_of(spec, chip)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     tiles = tiles_of(query_start, context_lens, num_decode, tokens, config.rows // group)
     scales = jnp.ones(2, jnp.float32) if kv_scales is None else kv_scales

@@ -15,7 +15,7 @@ from pallas_kernels.common.mosaic_tpu import (
     Options,
     attend_jobs,
     choices,
-    fits,
+    measured,
     refusal,
     round_up,
     sized,
@@ -25,7 +25,6 @@ from pallas_kernels.common.spec import AttentionSpec, spec_of
 from pallas_kernels.common.splits import merge
 from pallas_kernels.common.targets import Chip
 from pallas_kernels.common.tpu_stream import CLOSES, OPENS, Config, Jobs
-from pallas_kernels.common.tuning import attention_key, tuned
 
 
 def rows_of(spec: AttentionSpec) -> int:
@@ -43,10 +42,7 @@ def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
 
 
 def config_of(spec: AttentionSpec, chip: Chip) -> Config:
-    """What was tuned for such calls, if this one fits into it."""
-    default = default_config(spec, chip)
-    config = tuned("paged_decode", "mosaic_tpu", chip, attention_key(spec), default)
-    return config if fits(spec, chip, config, rows_of(spec)) else default
+    return measured("paged_decode", spec, chip, default_config(spec, chip), 1, rows_of(spec))
 
 
 def supports(spec: AttentionSpec, chip: Chip | None) -> str | None:

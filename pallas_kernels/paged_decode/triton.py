@@ -49,6 +49,13 @@ def candidates(spec: AttentionSpec, chip: Chip | None) -> list[Config]:
     return [default] + [c for c in others if c != default and c.tile * c.stages <= most]
 
 
+def config_of(spec: AttentionSpec, chip: Chip) -> Config:
+    """What was tuned for such calls, if it is one to try for this one, or else `heuristic`."""
+    rule, *others = candidates(spec, chip)
+    config = tuned("paged_decode", "triton", chip, attention_key(spec), rule)
+    return config if config in others else rule
+
+
 def pieces(width: int) -> tuple[tuple[int, int], ...]:
     """(start, size) of the pieces of a width that Triton can hold: it knows no sizes but powers of two. 80 is 64 and 16."""
     sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
@@ -195,9 +202,7 @@ def decode(
     compute = compute_dtype(kv.dtype)
     scales = "none" if kv_scales is None else "token" if kv_scales.ndim > 1 else "tensor"
     spec = attention_spec(q, check_pool(kv), str(kv.dtype), block_tables, window, soft_cap, sinks, scales)
-    default = heuristic(width, str(compute), chip)
-    measured = tuned("paged_decode", "triton", chip, attention_key(spec), default)
-    config = config or (measured if measured in candidates(spec, chip) else default)
+    config = config or config_of(spec, chip)
     splits = num_splits or default_splits(rows * kv_heads, block_tables.shape[1] * block_size, chip.cores)
     padded = max(16, 1 << (group - 1).bit_length())
     q = pad_axis(q.astype(compute), 2, width).reshape(rows, kv_heads, group, width)

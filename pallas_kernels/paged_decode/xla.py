@@ -15,7 +15,7 @@ from pallas_kernels.common.layout import MASKED, PoolShape, ceil_div, einsum_f32
 from pallas_kernels.common.online import State, empty_state, finish
 from pallas_kernels.common.quantized import block_scales, compute_dtype
 from pallas_kernels.common.spec import AttentionSpec
-from pallas_kernels.common.targets import Chip
+from pallas_kernels.common.targets import Chip, is_cpu
 from pallas_kernels.common.tuning import attention_key, tuned
 
 STEP_BYTES = 4 << 20  # K and V in a short iteration, at most, in the dtype of the products
@@ -44,7 +44,7 @@ def default_config(spec: AttentionSpec, chip: Chip | None) -> Config:
     """On a CPU a long iteration takes at most a quarter of the largest cache, where its copies must be when they are read."""
     rows = max(2, spec.rows)
     pairs = pairs_per_step(rows, spec.blocks, spec.pool, spec.dtype)
-    cache = chip.fast_memory if chip is not None and chip.platform == "cpu" else 0
+    cache = chip.fast_memory if chip is not None and is_cpu(chip) else 0
     most = min(LONG_BYTES, cache // 4 or LONG_BYTES) // (pairs * block_bytes(spec.pool, spec.dtype))
     return Config(pairs, max(1, min(4, spec.rows, most, rows * spec.blocks // (2 * pairs))))
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pallas_kernels.common.layout import check, pad_axis
 
@@ -39,30 +40,30 @@ class Int4Weight(NamedTuple):
 Weight = Int8Weight | Int4Weight
 
 
-def quantize_int8(w: jax.Array | np.ndarray) -> Int8Weight:
+def quantize_int8(w: ArrayLike) -> Int8Weight:
     """w [out, in], floats, to the nearest multiples of max|w| / 127 of each row: no value moves by more than half of that scale
-    (and f32 rounding). The scale of a row of zeros is 1. In NumPy or JAX, as w is."""
-    xp, w = _floats(w)
-    top = xp.abs(w).max(axis=1)
+    (and f32 rounding). The scale of a row of zeros is 1. In JAX where w is of JAX, or else in NumPy."""
+    xp, x = _floats(w)
+    top = xp.abs(x).max(axis=1)
     scales = xp.where(top > 0, top / 127, 1)
-    return Int8Weight(xp.round(w / scales[:, None]).astype(xp.int8), scales)
+    return Int8Weight(xp.round(x / scales[:, None]).astype(xp.int8), scales)
 
 
-def quantize_int4(w: jax.Array | np.ndarray, *, group: int = 128, zeros: bool = False) -> Int4Weight:
+def quantize_int4(w: ArrayLike, *, group: int = 128, zeros: bool = False) -> Int4Weight:
     """w [out, in], floats, in groups of 32, 64 or 128 columns: no value moves by more than half a scale (and f32 rounding).
 
     The scale is max|w| / 7 of the group, or, with zero points, (max(w, 0) - min(w, 0)) / 15; 1 where the group is all zeros. In
-    NumPy or JAX, as w is.
+    JAX where w is of JAX, or else in NumPy.
     """
     check(group in GROUPS, f"group must be 32, 64 or 128; got {group}")
-    xp, w = _floats(w)
-    outputs, pairs = w.shape[0], -(-w.shape[1] // (2 * group))
-    w = xp.pad(w, ((0, 0), (0, 2 * pairs * group - w.shape[1]))).reshape(outputs, pairs, 2, group).transpose(2, 1, 0, 3)
-    low, high = xp.minimum(w.min(-1), 0), xp.maximum(w.max(-1), 0)
+    xp, x = _floats(w)
+    outputs, pairs = x.shape[0], -(-x.shape[1] // (2 * group))
+    x = xp.pad(x, ((0, 0), (0, 2 * pairs * group - x.shape[1]))).reshape(outputs, pairs, 2, group).transpose(2, 1, 0, 3)
+    low, high = xp.minimum(x.min(-1), 0), xp.maximum(x.max(-1), 0)
     span = (high - low) / 15 if zeros else xp.maximum(high, -low) / 7
     scales = xp.where(span > 0, span, 1)
     zero = xp.where(span > 0, xp.clip(xp.round(-8 - low / scales), -8, 7), 0) if zeros else xp.zeros_like(scales)
-    q = xp.clip(xp.round(w / scales[..., None]) + zero[..., None], -8, 7).astype(xp.int8)
+    q = xp.clip(xp.round(x / scales[..., None]) + zero[..., None], -8, 7).astype(xp.int8)
     packed = ((q[0] & 15) | (q[1] << 4)).transpose(1, 0, 2)
     return Int4Weight(packed.reshape(outputs, pairs * group), scales, zero.astype(xp.int8) if zeros else None)
 

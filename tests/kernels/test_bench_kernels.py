@@ -174,3 +174,15 @@ def test_wrong_kernels_are_found_on_the_device(tmp_path: Path, monkeypatch: pyte
         )
         right, wrong = gpu_checks.compare(CASE, "cpu", None)
         assert right["ok"] and not wrong["ok"] and wrong["error"] == pytest.approx(error, rel=0.01, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_stored_numbers_may_be_neighbours_in_few_places(dtype: str):
+    every = np.arange(256, dtype=np.uint8).view(dtype)
+    every = every[np.isfinite(every.astype(np.float32))]
+    values, numbers = every.astype(np.float32), np.asarray(gpu_checks.numbered(jnp.asarray(every)))
+    order = np.argsort(numbers, kind="stable")
+    assert (np.diff(values[order]) >= 0).all() and set(np.diff(numbers[order])) <= {0, 1}  # 0 and -0 are one number
+    truth = np.zeros(1000, np.int32)
+    assert gpu_checks.error_of(truth + (np.arange(1000) < 5), truth) == 0.005
+    assert gpu_checks.error_of(truth + 2 * (np.arange(1000) < 1).astype(np.int32), truth) == np.inf

@@ -122,6 +122,11 @@ def test_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert told() == ("cpu avx512f", 32 << 20)
     info.write_text("processor\t: 0\nFeatures\t: fp sve\n")
     assert told() == ("cpu", 32 << 20)
+    info.unlink()
+    info.mkdir()  # what cannot be read
+    (caches / "index1" / "size").unlink()
+    (caches / "index1" / "size").mkdir()
+    assert told() == ("cpu", 1 << 20)
 
 
 def test_chips(monkeypatch: pytest.MonkeyPatch):
@@ -135,14 +140,18 @@ def test_chips(monkeypatch: pytest.MonkeyPatch):
         ("NVIDIA H20", "9.0", chip("sm_90a")),
         ("TPU v99", None, None),
     ):
-        own = SimpleNamespace(device_kind=kind, compute_capability=capability)
         platform = "cuda" if capability else "tpu"
-        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: "gpu" if platform == "cuda" else platform)
+        own = SimpleNamespace(device_kind=kind, compute_capability=capability, platform="gpu" if capability else "tpu", client=None)
         monkeypatch.setattr(jax, "devices", lambda own=own: [own])
         assert chip_for(platform) == wanted
         mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, "gpu" if capability else "tpu"))
         with use_abstract_mesh(mesh):
             assert chip_for(platform) == wanted, "under a mesh, whose devices do not tell it, as without one"
+    amd = SimpleNamespace(
+        device_kind="MI300X", compute_capability="gfx942", platform="gpu", client=SimpleNamespace(platform_version="rocm 7")
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [amd])
+    assert chip_for("cuda") == chip("sm_90a") and chip_for("rocm") is None
     assert all(chip_of_kind(kind) == c for c in CHIPS for kind in c.kinds)
     assert chip_of_kind("NVIDIA L4", "8.9") == chip("sm_80") and chip_of_kind("NVIDIA T4", "7.5") is None
     assert chip_of_kind("NVIDIA H800", "9.0") == chip("sm_90a") and chip_of_kind("NVIDIA RTX 6000", "12.0") is None

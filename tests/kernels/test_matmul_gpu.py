@@ -3,6 +3,7 @@
 It has no product from registers: expanded weights go through shared memory there (`through_shared`).
 """
 
+import contextlib
 import dataclasses
 
 import jax
@@ -24,9 +25,9 @@ from pallas_kernels.quant_matmul import cases as quant_cases
 from pallas_kernels.quant_matmul import mosaic_gpu as quant
 from pallas_kernels.quant_matmul.reference import error_bound, reference
 from pallas_kernels.quant_matmul.spec import TYPICAL_MATMUL, MatmulSpec
-from tests.kernels.gpu_interpreter import RACE, UNSEEN
+from tests.kernels.gpu_interpreter import GO_ON, no_race
 
-PLAIN, RACES = plgpu.InterpretGPUParams(), plgpu.InterpretGPUParams(detect_races=True)
+PLAIN, RACES = plgpu.InterpretGPUParams(), plgpu.InterpretGPUParams(detect_races=True, **GO_ON)
 HOPPER = chip("sm_90a")
 
 
@@ -41,6 +42,7 @@ def check_quant(case: quant_cases.Case, params: plgpu.InterpretGPUParams = PLAIN
     small = {"tokens": 8, "stages": 2, "splits": 1, "through_shared": True} | change
     config = dataclasses.replace(quant.choose_config(spec_of(case), HOPPER), **small)
     got = np.asarray(quant.matmul(x, weight, **options, chip=HOPPER, config=config, interpret=params))
+    assert params is not RACES or no_race()
     error = np.abs(got.astype(np.float64) - reference(x, weight, int8_activations=case.int8_activations))
     assert got.dtype == case.out_dtype and (error <= error_bound(x, weight, **options)).all()
     return got
@@ -50,6 +52,7 @@ def check_grouped(case: grouped_cases.Case, rows: int, params: plgpu.InterpretGP
     args = grouped_cases.make(case)
     fixed = {"chip": HOPPER, "config": grouped.Config(rows, 64, 2), "interpret": params, "out_dtype": case.out_dtype}
     got = np.asarray(grouped.matmul(*args, **fixed))
+    assert params is not RACES or no_race()
     assert got.dtype == case.out_dtype and not got[sum(case.sizes) :].any()
     error = np.abs(got.astype(np.float64) - grouped_exact(*args))
     assert (error <= grouped_bound(*args, case.out_dtype)).all()
@@ -84,13 +87,19 @@ def test_no_races():
 
 
 def test_a_race_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    """The control: nobody waits for copies."""
+    """The control: nobody waits, so that a copy goes where another one does. The interpreter gives each copy to one of five
+    threads; two of the same one are in order, and it may stop at barriers that nobody waited at: hence several tries."""
     monkeypatch.setattr(plgpu, "barrier_wait", lambda *args, **kwargs: None)
-    try:
-        with pytest.raises(Exception, match=f"{RACE}|{UNSEEN}"):
-            check_grouped(RACY, 64, RACES)
-    finally:
-        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+    def seen() -> bool:
+        try:
+            with contextlib.suppress(Exception):
+                check_grouped(RACY, 64, RACES)
+            return gpu_callbacks.get_races().races_found
+        finally:
+            gpu_callbacks.reset_gpu_interpret_mode_state()
+
+    assert any(seen() for _ in range(10))
 
 
 def fits(case: quant_cases.Case) -> bool:

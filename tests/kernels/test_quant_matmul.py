@@ -182,5 +182,5 @@ def test_what_the_quantizers_refuse(w, options, match):
 
 
 def test_quantizers_take_lists():
-    weight = quantize_int8([[1.0, -2.0], [0.0, 0.5]])  # pyright: ignore[reportArgumentType]
+    weight = quantize_int8([[1.0, -2.0], [0.0, 0.5]])
     assert weight.values.tolist() == [[64, -127], [0, 127]]

@@ -360,8 +360,9 @@ def test_loads_and_liveness_while_a_step_hangs(llm: LLM, monkeypatch: pytest.Mon
             assert frontend.is_live() and frontend.load.running == 0
             monkeypatch.setattr(llm.engine, "step", lambda: (len(llm.engine.scheduler.running) > 0 and gate.wait(30), step())[1])
             reply = await frontend.submit(Call("Once", GREEDY))
-            while frontend.is_live() or frontend.load.running == 0:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(25):  # before the gate opens by itself
+                while frontend.is_live() or frontend.load.running == 0:
+                    await asyncio.sleep(0.01)
             assert frontend.load.running == 1 and frontend.load.blocks_used > 0 and frontend.step_age() >= 0.05
             gate.set()
             assert await text_of(reply)
