@@ -4,7 +4,7 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax.sharding import get_abstract_mesh
@@ -93,7 +93,7 @@ def told(file: Path) -> str:
         return ""
 
 
-def is_cpu(chip: Chip | None) -> bool:
+def is_cpu(chip: Chip | None) -> TypeGuard[Chip]:
     return chip is not None and chip.platform == "cpu"
 
 

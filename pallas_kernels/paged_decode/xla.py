@@ -44,7 +44,7 @@ def default_config(spec: AttentionSpec, chip: Chip | None) -> Config:
     """On a CPU a long iteration takes at most a quarter of the largest cache, where its copies must be when they are read."""
     rows = max(2, spec.rows)
     pairs = pairs_per_step(rows, spec.blocks, spec.pool, spec.dtype)
-    cache = chip.fast_memory if chip is not None and is_cpu(chip) else 0
+    cache = chip.fast_memory if is_cpu(chip) else 0
     most = min(LONG_BYTES, cache // 4 or LONG_BYTES) // (pairs * block_bytes(spec.pool, spec.dtype))
     return Config(pairs, max(1, min(4, spec.rows, most, rows * spec.blocks // (2 * pairs))))
 
